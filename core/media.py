@@ -1,7 +1,7 @@
 """What a prompt has besides text: images and sounds, as a client sends them and as an encoder takes them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,6 +20,19 @@ padding, and the seconds where each window begins and ends [windows, 2]."""
 def plural_nouns(kinds: Iterable[MediaKind]) -> str:
     """What messages call several of these kinds."""
     return " and ".join(f"{KIND_NOUNS[kind]}s" for kind in kinds)
+
+
+SOURCE = "source_tokens"
+"""The one input of a text: its tokens [1, length]."""
+
+
+class SourceText(NamedTuple):
+    """A text that an encoder reads, whatever becomes of it."""
+
+    digest: bytes
+    """SHA-256 of its tokens."""
+    inputs: Mapping[str, NDArray[np.generic]]
+    """SOURCE alone."""
 
 
 class MediaSource(msgspec.Struct, frozen=True):
@@ -52,3 +65,7 @@ class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):
     """Its places in the prompt by time, height and width, where positions have three dimensions; zeros otherwise."""
     seconds: float = 0.0
     """How long it takes, if it is a sound."""
+
+
+Encodable: TypeAlias = PreparedMedium | SourceText
+"""What an encoder takes: the digest of it, and its inputs."""

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from .media import MediaKind, MediaSource, PreparedMedium
+from .media import Encodable, MediaKind, MediaSource, PreparedMedium
 from .metrics import Reading
 from .model import MemoryNeed, ReservedMemory
 from .request_context import RequestContext
@@ -73,14 +73,14 @@ class TowerSpec(NamedTuple):
     """Bytes of what it has made that are kept."""
     share_cache: bool = False
     """Whether a tenant finds what was made for another."""
-    sound_encoder: str = ""
-    """The function that loads an encoder of sounds, as `package.module:name`. Called with the checkpoint's directory,
-    torch's dtype and device, and `quantization`, it gives what makes of features [windows, bins, frames] rows [windows,
-    length, hidden]. Empty where transformers loads the tower."""
+    own_encoder: str = ""
+    """The function that loads an encoder of sounds or texts, as `package.module:name`. Called with the checkpoint's
+    directory, torch's dtype and device, and `quantization`, it gives what makes of features [windows, bins, frames], or
+    of tokens [texts, length], rows [windows or texts, length, hidden]. Empty where transformers loads the tower."""
     quantization: str = "none"
-    """The precision of an encoder of sounds, as the engine names it."""
+    """The precision of such an encoder, as the engine names it."""
     kinds: tuple[MediaKind, ...] = ("image",)
-    """What it is asked for; the weights of other parts are not read."""
+    """What it is asked for, none for an encoder of texts; the weights of other parts are not read."""
 
 
 class MediaPart(NamedTuple):
@@ -154,7 +154,7 @@ class MediaEncoder(Protocol):
     async def unload(self) -> None:
         """Free everything. May be called again."""
 
-    async def encode(self, medium: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
+    async def encode(self, medium: Encodable, context: RequestContext, salt: str = "") -> EncodedMedium:
         """What is made of a medium is kept, for the same tenant and `salt`. Cancelling ends the computation unless
         another request waits for it, too. Raises a `CharoniaError`."""
 
@@ -165,8 +165,9 @@ class MediaEncoder(Protocol):
 class MediaServices(NamedTuple):
     """What a language model that sees, or hears, has beside its engine."""
 
-    preparer: MediaPreparer
+    preparer: MediaPreparer | None
+    """None where an encoder reads texts alone."""
     encoder: MediaEncoder
     kinds: tuple[MediaKind, ...] = ("image",)
     attended: bool = False
-    """Whether its decoder attends to the media, which no prompt has."""
+    """Whether its decoder attends to what is encoded, which no prompt has."""

@@ -16,7 +16,7 @@ from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
-from .checkpoint.vision_support import media_kinds, sees_both_ways, writes_sounds_down
+from .checkpoint.vision_support import attends_to_encoder, media_kinds, sees_both_ways, writes_sounds_down
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.infer import OWN_LAYOUT
@@ -30,6 +30,7 @@ from .options import EngineOptions, engine_config, parse_settings, read_speculat
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
 _SOUND_ENCODER = "charonia.engine.models.sound_encoder:load_sound_encoder"
+_TEXT_ENCODER = "charonia.engine.models.text_encoder:load_text_encoder"
 _MADE_PRECISIONS = ("int8", "fp8")
 """What an encoder's plain weights become with a decoder's."""
 
@@ -105,17 +106,17 @@ def computes_on_host(device: str | None, gpus: Sequence[int]) -> bool:
 
 
 def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) -> MediaPart | None:
-    """The part of a model that sees or hears: its tower computes beside the first rank. None for another model, one
-    whose media are not served, or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
+    """The part of a model that sees, hears, or reads apart: its tower computes beside the first rank. None for another
+    model, one whose media are not served or for which `limit_mm_per_prompt` allows none. Raises as `language_model`."""
     checkpoint, options, lora_modules = _read(path, parameters)
     if options.executor == "fake":
         return None
     media = engine_config(checkpoint, options, lora_modules).media
     try:
-        attended = writes_sounds_down(locate_checkpoint(checkpoint))
+        encoder = _own_encoder(locate_checkpoint(checkpoint))
         kinds = media_kinds(locate_checkpoint(checkpoint))
-        kinds = tuple(kind for kind in kinds if attended or media.per_prompt.get(kind))
-        if not kinds:
+        kinds = tuple(kind for kind in kinds if encoder or media.per_prompt.get(kind))
+        if not (kinds or encoder):
             return None
         directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
     except NotFound:  # which its load tells
@@ -123,10 +124,17 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
     _, _, number = (options.device or "").partition(":")
     gpu = None if computes_on_host(options.device, gpus) else int(number) if number.isdecimal() else gpus[0]
     tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache, kinds=kinds)
-    if attended:
+    if encoder:
         precision = options.quantization if options.quantization in _MADE_PRECISIONS else "none"
-        tower = tower._replace(sound_encoder=_SOUND_ENCODER, quantization=precision)
+        tower = tower._replace(own_encoder=encoder, quantization=precision)
     return MediaPart(media, tower)
+
+
+def _own_encoder(directory: Path) -> str:
+    """The function that loads the encoder that a checkpoint's decoder attends to; empty if there is none."""
+    if not attends_to_encoder(directory):
+        return ""
+    return _SOUND_ENCODER if writes_sounds_down(directory) else _TEXT_ENCODER
 
 
 def examine(path: str, parameters: Mapping[str, Any]) -> str:

@@ -270,14 +270,19 @@ class RemoteTextHandle(TextHandle):
     def infer(self, request: InferRequest) -> ResponseStream[InferResponse]:
         if request.id:
             self.context.id = request.id
-        if self.config.transcribes or MEDIA_NAMES & request.inputs.keys():  # as in `generate`
+        if self._encodes or MEDIA_NAMES & request.inputs.keys():  # as in `generate`
             return super().infer(request)
         validate_request(self.config, request)
         return self._model.infer(request, self.context)
 
+    @property
+    def _encodes(self) -> bool:
+        """Whether there is an encoder beside the engine, in the hub, that every request needs."""
+        return self.config.transcribes or self._model.info.source_tokens > 0
+
     def generate(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
-        heard = self.config.transcribes or request.speech is not None
-        if heard or prompt_media(request.prompt):  # the hub has what prepares and encodes them
+        elsewhere = self._encodes or request.speech is not None
+        if elsewhere or prompt_media(request.prompt):  # the hub has what prepares and encodes them
             return self._generate_in_hub(request)
         self.context.id = request.id
         return self._model.generate(request, self.context)

@@ -173,8 +173,9 @@ def media_services(part: MediaPart, name: str, version: str) -> MediaServices:
     served."""
     tower = cast(MediaEncoder, _import("classic_backends.vision.media_tower", "MediaTower")(name, version, part.tower))
     limits = _import("media.limits", "MediaLimits")(part.config)
-    preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kinds=part.tower.kinds)
-    return MediaServices(preparer, tower, part.tower.kinds, attended=bool(part.tower.sound_encoder))
+    kinds = part.tower.kinds
+    preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kinds=kinds) if kinds else None
+    return MediaServices(preparer, tower, kinds, attended=bool(part.tower.own_encoder))
 
 
 def composite_model(

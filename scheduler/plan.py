@@ -139,10 +139,6 @@ class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
         return negative
 
 
-SOURCE_TOKENS = "tokens"
-"""In place of a dtype: rows are tokens, int32 [length], of which the engine's own encoder makes rows."""
-
-
 class EncoderRows(msgspec.Struct, array_like=True, frozen=True):
     """What an encoder made of the sound or the text that a decoder says something of: each of its layers attends to
     all of it, beside its own tokens."""
@@ -154,7 +150,9 @@ class EncoderRows(msgspec.Struct, array_like=True, frozen=True):
     rows: bytes
     """[length, width] in `dtype`, one row after the other."""
     dtype: str
-    """torch's name of it, or SOURCE_TOKENS."""
+    """torch's name of it."""
+    tokens: int = 0
+    """Of the text that was encoded; 0 for a sound."""
 
 
 class NewSequence(NamedTuple):

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_315,
+    "core": 2_325,
     "processes": 1_160,
     "telemetry": 3_015,
     "kvcache": 1_525,
@@ -118,10 +118,10 @@ BUDGETS = {
     "media": 1_255,
     "scheduler": 2_320,
     "engine": 29_820,
-    "classic_backends": 8_505,
+    "classic_backends": 8_520,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_870,
+    "repository": 4_875,
     "api": 10_400,
     "http_workers": 2_540,
     "extras/trtllm": 1_965,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.errors import Unavailable
-from ...core.media import PreparedMedium
+from ...core.media import Encodable
 from ...core.media_models import EncodedMedium, TowerSpec
 from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
@@ -24,9 +24,9 @@ from ..model import ClassicModel
 from .vision_backend import (
     DEEPSTACK,
     LENGTH,
+    OWN_ENCODER,
     QUANTIZATION,
     ROWS,
-    SOUND_ENCODER,
     read_response,
     vision_config,
     vision_request,
@@ -63,8 +63,8 @@ class MediaTower:
     def __init__(self, name: str, version: str, spec: TowerSpec, parameters: Parameters = _NO_PARAMETERS) -> None:
         directory = Path(spec.checkpoint)
         files = read_vision_files(directory, spec.dtype, spec.kinds)
-        if spec.sound_encoder:
-            parameters = {**parameters, SOUND_ENCODER: spec.sound_encoder, QUANTIZATION: spec.quantization}
+        if spec.own_encoder:
+            parameters = {**parameters, OWN_ENCODER: spec.own_encoder, QUANTIZATION: spec.quantization}
         config = vision_config(name, version, files, spec.gpu, parameters)
         loader: IsolatableLoader = VISION
         self._model = ClassicModel(config, loader, directory)
@@ -99,7 +99,7 @@ class MediaTower:
         promised = sum(need.size for need in self.needs if need.gpu is None)
         return ReservedMemory(promised, promised - self._spec.cache_bytes + self._kept_bytes)
 
-    async def encode(self, medium: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
+    async def encode(self, medium: Encodable, context: RequestContext, salt: str = "") -> EncodedMedium:
         tenant = "" if self._spec.share_cache else context.tenant
         key = MediumKey(medium.digest, tenant, salt)
         self._queries += 1
@@ -125,7 +125,7 @@ class MediaTower:
                 del self._running[key]
                 encoding.task.cancel()
 
-    async def _encode(self, medium: PreparedMedium, key: MediumKey, context: RequestContext) -> EncodedMedium:
+    async def _encode(self, medium: Encodable, key: MediumKey, context: RequestContext) -> EncodedMedium:
         try:
             began = time.monotonic()
             own = RequestContext(_ENDPOINT)
@@ -144,7 +144,7 @@ class MediaTower:
             if running is not None and running.task is asyncio.current_task():
                 del self._running[key]
 
-    def _responses(self, medium: PreparedMedium, context: RequestContext) -> Any:
+    def _responses(self, medium: Encodable, context: RequestContext) -> Any:
         return self._model.infer(vision_request(medium.inputs), context)
 
     def _keep(self, key: MediumKey, encoded: EncodedMedium) -> None:

@@ -2,7 +2,7 @@
 bytes of its weights. Imports no torch."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURE_MASK, FEATURES, MediaKind
+from ...core.media import FEATURE_MASK, FEATURES, SOURCE, MediaKind
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
@@ -24,6 +24,7 @@ INPUTS = {
     "pixel_attention_mask": "INT64",
     FEATURES: "FP32",
     FEATURE_MASK: "INT64",
+    SOURCE: "INT64",
 }
 """What processors make of media for towers, each family some of it; their datatypes here."""
 
@@ -31,6 +32,9 @@ _OTHER_PARTS = re.compile(
     r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out)\."
 )
 """Beginnings of the names of tensors that belong to no tower, in newer and older checkpoints."""
+
+_DECODER = re.compile(r"(model\.)?(decoder|lm_head|final_logits_bias)(\.|$)")
+"""Beginnings of those that belong to no encoder of texts."""
 
 _PARTS_OF_KINDS: Mapping[MediaKind, re.Pattern[str]] = {
     "image": re.compile(r"(model\.)?(vision_tower|embed_vision)\."),
@@ -62,7 +66,7 @@ class VisionFiles(NamedTuple):
     """torch's name of what its rows are in; a GPU computes in it, too."""
     weights: tuple[StoredWeight, ...]
     kinds: tuple[MediaKind, ...] = ("image",)
-    """What it is asked for."""
+    """What it is asked for; none of an encoder of texts."""
 
     def bytes(self, gpu: bool) -> int:
         """The memory of its weights, at most: the host may compute in single precision."""
@@ -71,7 +75,7 @@ class VisionFiles(NamedTuple):
 
 def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] = ("image",)) -> VisionFiles:
     """Read the headers of a checkpoint. `dtype`: to compute in; "auto" is the checkpoint's. `kinds`: of the media whose
-    parts are wanted.
+    parts are wanted; without any it is an encoder of texts that the engine loads, and what is counted are its numbers.
 
     Raises:
         Unsupported: its family's images are not served, or its weights are no safetensors.
@@ -79,17 +83,20 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
     """
     config = read_json(directory / "config.json")
     family = str(config.get("model_type", ""))
+    stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
+    stored = stored if stored in _WIDTHS else "float32"
+    if not kinds:
+        return VisionFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
     if family not in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES:
         known = ", ".join(sorted(SEEING_FAMILIES))
         raise Unsupported(f"{directory}: images of the family '{family}' are not served; those of {known} are")
-    stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
     unasked = [part for kind, part in _PARTS_OF_KINDS.items() if kind not in kinds]
     weights = tuple(
         weight for weight in _tower_weights(directory) if not any(part.match(weight.name) for part in unasked)
     )
     if not weights:
         raise InvalidArgument(f"{directory} has no weights of a tower, only those of the language part")
-    return VisionFiles(directory, family, stored if stored in _WIDTHS else "float32", weights, kinds)
+    return VisionFiles(directory, family, stored, weights, kinds)
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> Any:
@@ -107,12 +114,26 @@ def _tower_weights(directory: Path) -> Iterator[StoredWeight]:
         files = sorted({file for name, file in by_tensor.items() if not _OTHER_PARTS.match(name)})
     elif not files[0].exists():
         raise Unsupported(f"{directory}: a tower's weights are read from safetensors alone, and there are none")
+    yield from _read_headers(files, _OTHER_PARTS)
+
+
+def _text_encoder_weights(directory: Path) -> Iterator[StoredWeight]:
+    """Those of an encoder of texts, by headers; of pickled files all there is, as if it were in 32 bits."""
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        yield from _read_headers(files, _DECODER)
+    else:
+        yield from (StoredWeight(file.name, file, file.stat().st_size // 4) for file in directory.glob("*.bin"))
+
+
+def _read_headers(files: Iterable[Path], left_out: re.Pattern[str]) -> Iterator[StoredWeight]:
+    """The tensors of files of safetensors, but for those whose names match."""
     for file in files:
         refuse_long_header(file)
         try:
             with NativeCall(f"{file}: the library failed"), safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    if _OTHER_PARTS.match(name):
+                    if left_out.match(name):
                         continue
                     tensor = opened.get_slice(name)
                     if tensor.get_dtype() not in _DTYPES:

@@ -113,7 +113,8 @@ class VisionTower:
             wanted = " or ".join(module.main_input for module in self._modules)
             raise InvalidArgument(f"the processor has made no {wanted}")
         main = module.main_input
-        inputs[main] = inputs[main].to(self._dtype)
+        if inputs[main].is_floating_point():
+            inputs[main] = inputs[main].to(self._dtype)
         counts = [len(medium[_GRIDS if _GRIDS in medium else main]) for medium in media]
         try:
             features = module.features(**inputs)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...scheduler.plan import SOURCE_TOKENS, EncoderRows
+from ...scheduler.plan import EncoderRows
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -16,7 +16,7 @@ class EncoderShape(NamedTuple):
     width: int
     """Numbers of a row."""
     vocab_size: int = 0
-    """That of the tokens which it reads, if the engine has it: then sequences may bring these (SOURCE_TOKENS)."""
+    """That of the tokens which it reads; 0 where it reads none."""
 
     @property
     def reads_text(self) -> bool:
@@ -27,14 +27,10 @@ class EncoderShape(NamedTuple):
         if encoded is None:
             raise InvalidArgument("the model attends to an encoder's output, and the sequence has none")
         width = self.width * _BYTES.get(encoded.dtype, 0)
-        if self.reads_text and encoded.dtype == SOURCE_TOKENS:
-            width = 4
         if not 1 <= encoded.length <= self.rows or len(encoded.rows) != encoded.length * width:
             sent = f"{encoded.length} rows of {encoded.dtype} in {len(encoded.rows)} bytes"
             raise InvalidArgument(f"{sent} are not the encoder's: it gives 1 to {self.rows} of {self.width} numbers")
 
     def blank(self) -> EncoderRows:
         """What a sequence without meaning attends to."""
-        if self.reads_text:
-            return EncoderRows(self.rows, b"blank", bytes(4 * self.rows), SOURCE_TOKENS)
         return EncoderRows(self.rows, b"blank", bytes(2 * self.rows * self.width), "bfloat16")

@@ -6,6 +6,7 @@ from typing import Any
 from ...core.media import MediaKind
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...tokenization.checkpoint_files import read_json
+from .seq2seq_config import SEQ2SEQ
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _PARTS: tuple[tuple[MediaKind, frozenset[str], str], ...] = (
@@ -32,6 +33,12 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
 def writes_sounds_down(directory: Path) -> bool:
     """Whether a checkpoint does nothing else."""
     return read_json(directory / "config.json").get("model_type") in WRITING_FAMILIES
+
+
+def attends_to_encoder(directory: Path) -> bool:
+    """Whether a checkpoint's decoder attends to what an encoder made of a sound or a text."""
+    names = read_json(directory / "config.json").get("architectures") if directory.is_dir() else None
+    return isinstance(names, list) and len(names) == 1 and names[0] in SEQ2SEQ
 
 
 def sees_both_ways(directory: Path) -> bool:

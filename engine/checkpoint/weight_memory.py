@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from ...core.errors import CharoniaError
-from ...core.media_models import WRITING_FAMILIES
 from ...tokenization.checkpoint_files import locate_checkpoint, read_json
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from ..kernel_choice import computes_with_triton, keeps_codes
@@ -87,9 +86,7 @@ def count_weight_bytes(directory: Path, use: WeightUse) -> int:
         tensors = [*_headers(files)]
         if part is not None:
             own = (tensor._replace(name=text_tensor_name(tensor.name)) for tensor in tensors)
-            hears = outer.get("model_type") in WRITING_FAMILIES
-            beside = () if hears else ("encoder.",)  # one that reads text is the engine's
-            tensors = [tensor for tensor in own if tensor.name.startswith((*_TEXT_PARTS, *beside))]
+            tensors = [tensor for tensor in own if tensor.name.startswith(_TEXT_PARTS)]
         tensors = [tensor for tensor in tensors if not is_drafting_layer(tensor.name, config)]
         return int(_plain_bytes(tensors, config, use) if stored is None else _quantised_bytes(tensors, stored, use))
     except (CharoniaError, OSError, SafetensorError):

@@ -18,7 +18,7 @@ from ...core.request_context import RequestContext
 from ...core.retention import Retention
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
-from ...scheduler.plan import SOURCE_TOKENS, EncoderRows, IntArray, LogitsParams, ResolvedSampling
+from ...scheduler.plan import EncoderRows, IntArray, LogitsParams, ResolvedSampling
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
@@ -38,6 +38,9 @@ _PENALTIES = (1e-4, 1e4)
 """Least and greatest repetition penalty that still changes something; beyond are overflows."""
 
 NO_LOGITS_PARAMS = LogitsParams()
+
+SOURCE_TOKENS = "tokens"
+"""In place of the dtype of `EncoderRows`: they are tokens, int32 [length], which are yet to be encoded."""
 
 
 def build_add_request(
@@ -140,7 +143,7 @@ def _source_of(request: GenerateRequest, prompt: list[int], most: int) -> Encode
             "prompt_logprobs: an encoder reads the prompt, and foresees no token of it", field="prompt_logprobs"
         )
     tokens = np.array(prompt, np.int32).tobytes()
-    return EncoderRows(len(prompt), sha256(tokens).digest(), tokens, SOURCE_TOKENS)
+    return EncoderRows(len(prompt), sha256(tokens).digest(), tokens, SOURCE_TOKENS, len(prompt))
 
 
 def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ from .client import own_engine_spec
 from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
-from .media_tensors import with_media_inputs
+from .media_tensors import with_media
 from .model_media import ModelMedia
 from .open_streams import OpenStreams
 from .prompted_transcriber import PromptedTranscriber
@@ -209,11 +209,10 @@ class LlmModel:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
-            self._config = replace(self._config, media=self._media.kinds, transcribes=self._media.transcribes)
+            self._config = with_media(self._config, self._media.kinds, self._media.transcribes)
             if self._media.kinds:
                 timeout = self._spec.default_timeout
                 self._transcriber = load_transcriber(self._media, bundle, info, self._ask, self.check_room, timeout)
-                self._config = with_media_inputs(self._config)
         except BaseException:
             starting.cancel()
             seeing.cancel()
@@ -273,7 +272,7 @@ class LlmModel:
         return DirectStream(partial(self._generate, request, context, heard))
 
     async def _generate(
-        self, request: GenerateRequest, context: RequestContext, heard: PromptPlaces | None, output: Chunks
+        self, request: GenerateRequest, context: RequestContext, media: PromptPlaces | None, output: Chunks
     ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
@@ -285,7 +284,6 @@ class LlmModel:
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                media = heard
                 if media is None and (self._config.media or prompt_media(request.prompt)):
                     media = await self._media.read(request.prompt, context, request.cache_salt)
                 stand_ins = None if media is None else media.text
@@ -304,6 +302,8 @@ class LlmModel:
                 add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
                 if media is not None:
                     add = media.place(add, request.prompt)
+                if info.source_tokens:
+                    add = await self._media.encode_source(add, context)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)

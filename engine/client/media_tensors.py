@@ -35,10 +35,11 @@ _URLS = ("data:", "http:", "https:", "file:")
 _TIFF_HEADER = 128
 
 
-def with_media_inputs(config: ModelConfig) -> ModelConfig:
-    """The config of a language model with the inputs for its media; its layout may have some of them already, or all,
+def with_media(config: ModelConfig, kinds: frozenset[MediaKind], transcribes: bool) -> ModelConfig:
+    """The config of a language model with its media and the inputs for them; its layout may have some already, or all,
     of one that does nothing else than to write down sounds."""
-    if config.transcribes:
+    config = replace(config, media=kinds, transcribes=transcribes)
+    if transcribes:
         return config
     names = {spec.name for spec in config.inputs}
     own = (spec for kind, specs in MEDIA_INPUTS.items() if kind in config.media for spec in specs)

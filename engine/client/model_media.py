@@ -16,15 +16,25 @@ from msgspec.structs import replace
 
 from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURES, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium, plural_nouns
-from ...core.media_models import EncodedMedium, MediaServices
+from ...core.media import (
+    FEATURES,
+    SOURCE,
+    WINDOW_BOUNDS,
+    MediaKind,
+    MediaSource,
+    PreparedMedium,
+    SourceText,
+    plural_nouns,
+)
+from ...core.media_models import EncodedMedium, MediaEncoder, MediaPreparer, MediaServices
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
 from ...core.request_context import RequestContext
-from ...scheduler.plan import EmbeddedSpan
+from ...scheduler.plan import EmbeddedSpan, EncoderRows
 from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
+from .add_request import SOURCE_TOKENS
 from .transcript import SoundWindow
 
 log = logging.getLogger(__name__)
@@ -116,7 +126,7 @@ class ModelMedia:
     @property
     def transcribes(self) -> bool:
         """Whether sounds are written down, and nothing else is asked of the model."""
-        return self._services is not None and self._services.attended
+        return self._services is not None and self._services.attended and bool(self.kinds)
 
     async def load(self, name: str, on_progress: OnProgress) -> None:
         """Load what media need. A model `name` that lacks some of it serves texts alone, and the log says
@@ -125,9 +135,9 @@ class ModelMedia:
             return
         began = time.monotonic()
         try:
-            await _all([self._services.preparer.load(), self._services.encoder.load()])
+            await _all([part.load() for part in self._parts])
         except (InvalidArgument, Unsupported) as error:
-            if self.transcribes:
+            if self._services.attended:
                 await self.unload()
                 raise
             log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
@@ -137,27 +147,32 @@ class ModelMedia:
             await self.unload()
             raise
         else:
-            on_progress(plural_nouns(self._services.kinds), 1.0, time.monotonic() - began, "processor and tower")
+            on_progress(
+                plural_nouns(self._services.kinds) or "texts", 1.0, time.monotonic() - began, "processor and tower"
+            )
 
     async def unload(self) -> None:
-        if self._services is not None:
-            await asyncio.gather(self._services.preparer.unload(), self._services.encoder.unload())
+        await asyncio.gather(*(part.unload() for part in self._parts))
+
+    @property
+    def _parts(self) -> Sequence[MediaPreparer | MediaEncoder]:
+        parts = () if self._services is None else (self._services.preparer, self._services.encoder)
+        return [part for part in parts if part is not None]
 
     def memory_beside(self, engine: MemoryHolder | None) -> MemoryHolder | None:
         """The holder of the engine's memory and that of media together; None if the engine's is not known."""
         return engine if engine is None or self._services is None else _JointMemory(engine, self._services.encoder)
 
     def readings(self) -> Iterator[Reading]:
-        if self._services is not None:
-            yield from self._services.preparer.readings()
-            yield from self._services.encoder.readings()
+        for part in self._parts:
+            yield from part.readings()
 
     async def text(self, prompt: Prompt, context: RequestContext) -> MediaText | None:
         """What stands for the media of a prompt in its text; None as of `read`. Raises as `read`."""
         services = self._checked(prompt_media(prompt))
-        if services is None:
+        if services is None or services.preparer is None:
             return None
-        return _text_of(services, await self._prepare(services, prompt_media(prompt), context))
+        return _text_of(services.preparer, await self._prepare(services.preparer, prompt_media(prompt), context))
 
     async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:
         """Prepare and encode the media of a prompt, together with those of others; None for a model without a token
@@ -165,16 +180,16 @@ class ModelMedia:
         `InvalidArgument` for media that the model does not take."""
         media = prompt_media(prompt)
         services = self._checked(media)
-        if services is None:
+        if services is None or services.preparer is None:
             return None
         tokens = {kind: facts.token_ids[0] for kind, facts in services.preparer.facts.items() if facts.token_ids}
         if not tokens:
             return None
         if not media:
-            return PromptMedia(_text_of(services, ()), tokens)
-        prepared = await self._prepare(services, media, context)
+            return PromptMedia(_text_of(services.preparer, ()), tokens)
+        prepared = await self._prepare(services.preparer, media, context)
         encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
-        return PromptMedia(_text_of(services, prepared), tokens, prepared, encoded, self._bidirectional)
+        return PromptMedia(_text_of(services.preparer, prepared), tokens, prepared, encoded, self._bidirectional)
 
     async def prepare_sound(
         self, sound: MediaSource, context: RequestContext
@@ -182,6 +197,7 @@ class ModelMedia:
         """The windows of a sound, each with what the encoder takes. Raises `InvalidArgument` by the sound's field, and
         `QueueFull`."""
         assert self._services is not None
+        assert self._services.preparer is not None
         prepared = await self._services.preparer.prepare(sound, context)
         features, bounds = prepared.inputs[FEATURES], prepared.inputs[WINDOW_BOUNDS].tolist()
         windows: list[tuple[SoundWindow, PreparedMedium]] = []
@@ -190,6 +206,17 @@ class ModelMedia:
             inputs = {FEATURES: features[index : index + 1].copy()}  # freed with the window
             windows.append((SoundWindow(begin, end), PreparedMedium("audio", digest, "", inputs)))
         return windows
+
+    async def encode_source(self, add: AddRequest, context: RequestContext) -> AddRequest:
+        """The request with what the encoder makes of a text that it brings. Raises as the encoder."""
+        source = add.spec.encoded
+        if source is None or source.dtype != SOURCE_TOKENS or self._services is None:
+            return add
+        tokens = np.frombuffer(source.rows, np.int32).astype(np.int64)[None]
+        text = SourceText(source.digest, {SOURCE: tokens})
+        made = await self._services.encoder.encode(text, context, add.spec.salt)
+        encoded = EncoderRows(made.length, source.digest, made.rows, made.dtype, source.tokens)
+        return replace(add, spec=replace(add.spec, encoded=encoded))
 
     async def encode(self, window: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:
         """What the encoder makes of a window of a sound. Raises as the encoder."""
@@ -203,10 +230,10 @@ class ModelMedia:
         return self._services
 
     async def _prepare(
-        self, services: MediaServices, media: Sequence[MediaSource], context: RequestContext
+        self, preparer: MediaPreparer, media: Sequence[MediaSource], context: RequestContext
     ) -> list[PreparedMedium]:
-        services.preparer.check(media)
-        return await _all([services.preparer.prepare(medium, context) for medium in media])
+        preparer.check(media)
+        return await _all([preparer.prepare(medium, context) for medium in media])
 
 
 class _JointMemory:
@@ -220,8 +247,8 @@ class _JointMemory:
         return ReservedMemory(sum(part.promised for part in parts), sum(part.resident for part in parts))
 
 
-def _text_of(services: MediaServices, prepared: Sequence[PreparedMedium]) -> MediaText:
-    tokens = {kind: facts.token for kind, facts in services.preparer.facts.items()}
+def _text_of(preparer: MediaPreparer, prepared: Sequence[PreparedMedium]) -> MediaText:
+    tokens = {kind: facts.token for kind, facts in preparer.facts.items()}
     return MediaText(tokens, tuple((medium.kind, medium.placeholder) for medium in prepared), True)
 
 

@@ -14,7 +14,7 @@ from ...core.kv_transfer import TransferAddress
 from ...core.metrics import EngineTotals
 from ...core.request import GuidedDecoding
 from ...processes.log_forwarding import LogRecordMessage
-from ...scheduler.plan import SOURCE_TOKENS, IntArray, StepUpdates
+from ...scheduler.plan import IntArray, StepUpdates
 from ...scheduler.sequence import SequenceSpec
 from ..transfer.prefix_client import RemotePrefix
 
@@ -38,7 +38,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=Fal
     def prompt_tokens(self) -> int:
         """Tokens of the prompt as it was sent: where an encoder reads them, the decoder's own are others."""
         encoded = self.spec.encoded
-        return len(self.spec.prompt) if encoded is None or encoded.dtype != SOURCE_TOKENS else encoded.length
+        return len(self.spec.prompt) if encoded is None or not encoded.tokens else encoded.tokens
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort", frozen=True):

@@ -179,7 +179,7 @@ class NativeBuilder(CheckpointBuilder):
         if built.served is not None and (served := built.served.lines()):
             log.info("%s: %s", directory, "; ".join(served))
         encoder = self.spec.encoder
-        if encoder is not None and encoder.reads_text:  # the engine has both parts
+        if encoder is not None and encoder.reads_text:  # both parts are loaded
             part = False
             unread = [name for name in unread if not text_tensor_name(name).startswith(_BESIDE_DECODER)]
         if part and media_kinds(directory):

@@ -1,11 +1,11 @@
-"""The encoder of a model that reads a text and writes another: transformers' own, one text at a time.
+"""The encoder of a model that reads a text and writes another: transformers' own, a tower beside the engine.
 
 This module imports transformers, so it is imported for such checkpoints alone.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from transformers import AutoModelForSeq2SeqLM
 
 from ..checkpoint.model_spec import CheckpointError
 
-TextEncoder: TypeAlias = Callable[[Tensor], Tensor]
-"""Tokens [length] -> rows [length, width]."""
 
-
-def load_text_encoder(directory: Path, dtype: torch.dtype, device: torch.device) -> TextEncoder:
-    """Read the encoder's weights; those of the decoder are read, too, and dropped.
+def load_text_encoder(
+    directory: Path, dtype: torch.dtype, device: torch.device, quantization: str
+) -> Callable[[Tensor], Tensor]:
+    """What makes of tokens [texts, length] rows [texts, length, width], in `dtype` whatever the `quantization`. The
+    decoder's weights are read, too, and dropped.
 
     Raises:
         CheckpointError: transformers can't.
@@ -32,7 +32,7 @@ def load_text_encoder(directory: Path, dtype: torch.dtype, device: torch.device)
 
     @torch.inference_mode()
     def encode(tokens: Tensor) -> Tensor:
-        rows: Tensor = encoder(input_ids=tokens.long().to(device)[None]).last_hidden_state[0]
+        rows: Tensor = encoder(input_ids=tokens.to(device)).last_hidden_state
         return rows
 
     return encode

@@ -1,13 +1,12 @@
 """The keys and values that decoders make of an encoder's output: written when a sequence gets its row, read by all its
 steps, and overwritten by the row's next sequence. A row has a slot for the longest output."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ...scheduler.plan import SOURCE_TOKENS, EncoderRows, IntArray, NewSequence
+from ...scheduler.plan import EncoderRows, IntArray, NewSequence
 from ..attention.backend import AttentionBackend
 from ..checkpoint.encoder_shape import EncoderShape
 from ..layers.cross_attention import CrossAttention
@@ -28,11 +27,9 @@ class CrossCache:
         encoder: EncoderShape,
         rows: int,
         most: int,
-        encode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`attention`: with a cache for each of the `layers`, in blocks of BLOCK_SIZE. `most`: tokens of a step that
-        one row may have. `encode`: the encoder that reads tokens, if the engine has it."""
-        self._encode = encode
+        one row may have."""
         self._attention = attention
         self._layers = layers
         self._encoder = encoder
@@ -93,11 +90,7 @@ class CrossCache:
     def _write(self, row: int, encoded: EncoderRows) -> None:
         """Make keys and values of what a sequence brings."""
         device = self._attention.device
-        if encoded.dtype == SOURCE_TOKENS:
-            assert self._encode is not None, "who takes tokens has an encoder of them"
-            stored = self._encode(torch.frombuffer(bytearray(encoded.rows), dtype=torch.int32))
-        else:
-            stored = torch.frombuffer(bytearray(encoded.rows), dtype=getattr(torch, encoded.dtype))
+        stored = torch.frombuffer(bytearray(encoded.rows), dtype=getattr(torch, encoded.dtype))
         rows = stored.view(encoded.length, -1).to(device, self._attention.dtype)
         tokens = torch.zeros(self._rows, 1, dtype=torch.int32, device=device)
         batch = StepBatch([row], [0], [encoded.length], tokens, self._tables, BLOCK_SIZE)

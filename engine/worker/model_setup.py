@@ -143,9 +143,4 @@ def create_cross_cache(
     spec = CacheSpec(kinds, *sizes, context.dtype, context.device, stored)
     attention = create_backend(config.attention, spec)
     rows = config.scheduler.max_num_seqs
-    encode = None
-    if shape.encoder.reads_text:
-        from ..models.text_encoder import load_text_encoder  # transformers takes seconds to import
-
-        encode = load_text_encoder(open_checkpoint(config.model).directory, context.dtype, context.device)
-    return CrossCache(attention, decoder.cross, shape.encoder, rows, context.max_positions, encode)
+    return CrossCache(attention, decoder.cross, shape.encoder, rows, context.max_positions)

@@ -94,6 +94,20 @@ def test_prompts_are_read_by_the_encoder(writing: Server, model: Any) -> None:
     assert answer["usage"]["prompt_tokens"] == read
     grown = Interval(before, scrape(writing))
     assert grown.grown("charonia_prompt_tokens_total", "marian") == read
+    assert grown.grown("charonia_tower_images_total", "marian") == len({*map(tuple, sources)})
+
+
+@pytest.mark.proof
+def test_several_frontends_leave_the_encoder_to_the_hub(directory: Path, model: Any, tmp_path: Path) -> None:
+    with serving(tmp_path / "t", str(directory), "--max-num-seqs", "4", "--frontends", "2") as server:
+        source = [7, 9, 30, 200, 11]
+        [choice] = completion(server, source, return_token_ids=True).json()["choices"]
+        assert choice["token_ids"] == written(model, source, 20)
+        body = {"text_input": "a small text", "parameters": {"max_tokens": 4, **GREEDY}}
+        text = completion(server, "a small text", max_tokens=4).json()["choices"][0]["text"]
+        answer = httpx.post(f"{server.url}/v2/models/marian/generate", json=body, timeout=60)
+        assert answer.json()["text_output"] == text
+        assert server.stop() == 0, server.said
 
 
 def test_texts_are_tokenized_over_v2_too(writing: Server, directory: Path, model: Any) -> None:

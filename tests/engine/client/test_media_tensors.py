@@ -15,7 +15,7 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, TextWithMedia
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import OWN_LAYOUT, parse_infer_request
-from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, with_media_inputs
+from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, with_media
 from charonia.engine.vllm.build import VLLM_LAYOUT
 from charonia.media.image_file import decode_image
 from charonia.media.limits import MediaLimits
@@ -74,12 +74,13 @@ def test_they_belong_to_the_prompt(layout: Any) -> None:
     inputs = tensors(text_input=np.array([b"?"], object), image=np.array([b"\x89"], object))
     [request] = parse_infer_request(InferRequest(inputs=inputs), layout).requests
     assert request.prompt == TextWithMedia("?", (MediaSource("image", data=b"\x89", field="image[0]"),))
-    sees = ModelConfig("m", "1", "charonia", inputs=layout.inputs, media=frozenset({"image"}))
-    names = [spec.name for spec in with_media_inputs(sees).inputs]
+    config = ModelConfig("m", "1", "charonia", inputs=layout.inputs)
+    names = [spec.name for spec in with_media(config, frozenset({"image"}), False).inputs]
     assert {*names} >= {spec.name for spec in MEDIA_INPUTS["image"]}
     assert len({*names}) == len(names)
-    hears = replace(sees, inputs=(), media=frozenset({"audio"}))
-    assert [spec.name for spec in with_media_inputs(hears).inputs] == ["audio"]
+    hears = with_media(replace(config, inputs=()), frozenset({"audio"}), False)
+    assert ([spec.name for spec in hears.inputs], hears.media) == (["audio"], {"audio"})
+    assert with_media(config, frozenset({"audio"}), True).inputs == layout.inputs
 
 
 def test_a_text_without_places_has_them_in_front() -> None:

@@ -10,14 +10,17 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.media import SOURCE as TEXT_INPUT
 from charonia.core.media import MediaKind, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
 from charonia.core.metrics import Reading
 from charonia.core.model import MemoryNeed, ReservedMemory
 from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
+from charonia.engine.client.add_request import SOURCE_TOKENS
 from charonia.engine.client.model_media import ModelMedia, PromptMedia
 from charonia.engine.core.messages import AddRequest
+from charonia.scheduler.plan import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.media_text import MediaText
 
@@ -145,6 +148,30 @@ async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.Lo
     with pytest.raises(MemoryError):
         await ModelMedia(MediaServices(broken, broken)).load("m", ignore)
     assert broken.unloads == 2
+
+
+async def test_a_text_that_is_read_apart_is_encoded_before_the_engine_has_it() -> None:
+    read: list[Any] = []
+
+    class Reader(_Parts):
+        async def encode(self, prepared: Any, context: RequestContext, salt: str = "") -> EncodedMedium:
+            read.append((prepared.inputs[TEXT_INPUT].tolist(), salt))
+            return rows(3, 1.0)
+
+    media = ModelMedia(MediaServices(None, Reader(), (), attended=True))
+    await media.load("m", ignore)
+    assert (media.kinds, media.transcribes) == (frozenset(), False)
+    tokens = np.array([5, 6, 7], np.int32).tobytes()
+    spec = SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=1, salt="s")
+    add = AddRequest(replace(spec, encoded=EncoderRows(3, b"d", tokens, SOURCE_TOKENS, 3)))
+    made = (await media.encode_source(add, RequestContext("completion"))).spec.encoded
+    assert made == EncoderRows(3, b"d", rows(3, 1.0).rows, "float32", 3)
+    assert read == [([[5, 6, 7]], "s")]
+    other = AddRequest(spec)
+    assert await media.encode_source(other, RequestContext("completion")) is other
+    with pytest.raises(InvalidArgument, match="takes no image"):
+        await media.read(CHAT, RequestContext("chat"), "")
+    await media.unload()
 
 
 async def test_who_leaves_ends_what_is_prepared_for_him() -> None:

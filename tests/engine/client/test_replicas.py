@@ -33,7 +33,7 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import SOURCE_TOKENS, EncoderRows, ResolvedSampling, StepUpdates
+from charonia.scheduler.plan import EncoderRows, ResolvedSampling, StepUpdates
 from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until
@@ -113,8 +113,8 @@ def test_a_prompt_that_an_encoder_reads_counts_as_it_was_sent() -> None:
     fleet = Fleet(1)
     source = np.arange(80, dtype=np.int32).tobytes()
     spec = SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=9)
-    for dtype, tokens in ((SOURCE_TOKENS, 80), ("float32", 1)):
-        encoded = EncoderRows(80, b"text", source, dtype)
+    for read, tokens in ((80, 80), (0, 1)):
+        encoded = EncoderRows(80, b"text", source, "float32", read)
         with fleet.client.open_stream(AddRequest(msgspec.structs.replace(spec, encoded=encoded))) as stream:
             assert (stream.stats.prompt, stream.uncomputed_tokens) == (tokens, tokens)
             assert fleet.client.admission.waiting.tokens == tokens

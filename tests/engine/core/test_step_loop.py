@@ -28,7 +28,7 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import PREDICTION, DraftRequest, Speculation
-from charonia.scheduler.plan import SOURCE_TOKENS, EncoderRows, MaskArray, MaskSource, StepPlan, StepResult
+from charonia.scheduler.plan import EncoderRows, MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import EngineState
@@ -220,7 +220,7 @@ def test_the_impossible_fails_alone_and_names_its_field() -> None:
 
 def test_no_default_refuses_what_an_encoder_has_read() -> None:
     """The prompt of its decoder is a token or two, of which none is ever cached."""
-    rows = EncoderRows(2, b"digest", bytes(8), SOURCE_TOKENS)
+    rows = EncoderRows(2, b"digest", bytes(32), "float32")
     with Running(Spy(), encoder=EncoderShape(2, 4, vocab_size=384), cache_hit_threshold=0.5) as loop:
         loop.add(1, [5], encoded=rows)
         loop.wait(lambda: loop.outbox.finished())
