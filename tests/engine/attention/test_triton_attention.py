@@ -11,12 +11,15 @@ from torch import Tensor
 from charonia.core.errors import InvalidArgument
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.host_cache import HostCache
+from charonia.engine.attention.place_images import PlaceImages
 from charonia.engine.attention.selector import capable_backends, create_backend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from charonia.engine.gpu import runtime
 from charonia.engine.layers.rotary import TorchRotary
 from charonia.engine.step_batch import DeviceBatch, StepBatch, StepPositions, upload_columns
+from charonia.engine.worker.executor import CachePlaces
+from charonia.engine.worker.rank_places import RankPlaces
 from tests.engine.kept_attention import KeptReference, keep, quantise
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -231,6 +234,22 @@ def test_blocks_go_to_the_host_and_come_back_with_their_scales(kept: str) -> Non
     host.make_copies(np.array([(BLOCKS - 1 - slot, slot, 1) for slot in range(len(blocks))]))
     pair.tables[0] = torch.arange(BLOCKS - 1, BLOCKS - 1 - len(blocks), -1)
     torch.testing.assert_close(pair.step(pair.rows, [0], 2)[0], right, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_blocks_that_went_to_another_server_are_attended_to_alike(kept: str) -> None:
+    pair = Pair(spec(kv_cache_dtype=kept), [(41, 1)])
+    [right, _] = pair.step([(41, 1)], [0], 2)
+    computed, fetched = pair.backends[0], TritonAttention(pair.shape)
+    fetched.allocate(BLOCKS)
+    ours, theirs = (RankPlaces(PlaceImages(backend.device_blocks), None) for backend in (computed, fetched))
+    assert ours.layout == theirs.layout
+    blocks = pair.tables[0].tolist()
+    sent = ours.take(CachePlaces(blocks))()
+    theirs.put(CachePlaces([*range(len(blocks))]), memoryview(bytearray(sent)))
+    pair.tables = torch.arange(len(blocks)).view(1, -1)
+    pair.backends = fetched, pair.backends[1]
+    assert pair.step([(41, 1)], [0], 2)[0].equal(right)
 
 
 @pytest.mark.parametrize("kept", ["auto", "fp8"])
