@@ -22,7 +22,7 @@ from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGrou
 from dynamo.common.constants import DisaggregationMode
 from dynamo.llm import exceptions
 
-from ...core.errors import Cancelled, CharoniaError, ErrorCode, InvalidArgument, ServerExiting
+from ...core.errors import Cancelled, CharoniaError, ErrorCode, InvalidArgument, NotReady, ServerExiting
 from ...core.request import GenerateChunk, GenerateRequest
 from ...inprocess.loop_thread import BridgedStream
 from ...inprocess.server import Server
@@ -43,7 +43,6 @@ def serve_worker(model: str, options: Mapping[str, Any], role: Role, flags: Sequ
     Raises:
         CharoniaError: an option is wrong, or the model does not load.
     """
-
     backend, config = Backend.of(model, options, role, flags)
 
     async def made(_: list[str] | None) -> tuple[Backend, Any]:
@@ -69,9 +68,10 @@ class Backend(LLMEngine):  # type: ignore[misc]
                 f"--disaggregation-mode {role} needs --kv-transfer-config", field="kv_transfer_config"
             )
         self._model, self._role = model, role
+        self._hub_id = () if Path(model).exists() else (model,)
         self._sockets = tempfile.TemporaryDirectory(prefix="charonia-dynamo-")
-        events, self._events_endpoint = _published_events(options, Path(self._sockets.name))
         try:
+            events, self._events_endpoint = _published_events(options, Path(self._sockets.name))
             self._server = Server(model, **{**options, _EVENTS: events})
         except BaseException:
             self._sockets.cleanup()
@@ -123,7 +123,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
         return EngineConfig(
             model=self._model,
             served_model_name=self._name,
-            model_aliases=list(config.aliases),
+            model_aliases=[*config.aliases, *self._hub_id],
             llm=LlmRegistration(
                 context_length=None if length is None else int(length),
                 kv_cache_block_size=int(numbers["tokens_per"]),
@@ -196,8 +196,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
 
     async def _report(self) -> None:
         while True:
-            if self._publisher is not None:
-                numbers = await self._numbers()
+            numbers = await self._numbers()
+            if self._publisher is not None and numbers.get("max"):  # it has none while its core is started again
                 asked = numbers["asked"]
                 self._publisher.publish(
                     0,
@@ -244,19 +244,24 @@ def _published_events(options: Mapping[str, Any], directory: Path) -> tuple[str 
         endpoint = f"ipc://{directory}/events"
         return json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint}), endpoint
     try:
-        config = json.loads(written)
-    except json.JSONDecodeError:
+        config = dict(json.loads(written))
+    except (TypeError, ValueError):
         return written, ""  # which the engine refuses
     if not config.get("enable_kv_cache_events") or config.get("publisher") == "null":
         return written, ""
-    endpoint = config.get("endpoint", "tcp://*:5557")
-    return written, endpoint.replace("*", "127.0.0.1").replace("[::]", "[::1]")
+    endpoint = str(config.get("endpoint", "tcp://*:5557"))
+    heard = endpoint.replace("*", "127.0.0.1").replace("[::]", "[::1]")
+    if heard == endpoint and not endpoint.startswith("ipc://"):
+        raise InvalidArgument(
+            f"{_EVENTS}: the worker connects to its endpoint, which must be bound: ipc:// or tcp://*:"
+        )
+    return written, heard
 
 
 def _dynamo_error(error: CharoniaError) -> Exception:
     """The error by which Dynamo knows whose fault it is, and its frontend which status to answer with."""
     made: Exception
-    if isinstance(error, ServerExiting):
+    if isinstance(error, ServerExiting | NotReady):  # the frontend may go on with another worker
         made = exceptions.EngineShutdown(error.message)
     elif error.code in _STATUSES:
         made = exceptions.HttpError(_STATUSES[error.code], error.message)

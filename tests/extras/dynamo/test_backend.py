@@ -4,13 +4,22 @@ import asyncio
 import sys
 from contextlib import aclosing
 from importlib import import_module
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from charonia.bench.load.fake_model import VOCAB, write_words
-from charonia.core.errors import InvalidArgument, QueueFull, ServerExiting, Unsupported
+from charonia.core.errors import (
+    Internal,
+    InvalidArgument,
+    NotReady,
+    QueueFull,
+    RequestTimeout,
+    ServerExiting,
+    Unsupported,
+)
 from charonia.extras.dynamo.command import dynamo
 
 from ...waiting import until
@@ -95,6 +104,27 @@ async def live(backend: Any) -> None:
     assert not backend._server.live()
 
 
+def test_the_load_is_told_on_when_the_engine_is_back(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = chain([dict[str, float]()], repeat({"max": 4.0, "used": 1.0, "asked": 0.0, "hit": 0.0}))
+    publisher = Publisher()
+
+    async def read() -> dict[str, float]:
+        return next(numbers)
+
+    async def follow() -> None:
+        reports = asyncio.create_task(backend._report())
+        await until(lambda: publisher.snapshots)
+        reports.cancel()
+
+    monkeypatch.setattr(module(), "_SNAPSHOT_SECONDS", 0)
+    monkeypatch.setattr(backend, "_numbers", read)
+    backend.attach_snapshot_publisher(publisher)
+    asyncio.run(follow())
+    snapshot = publisher.snapshots[0]
+    assert (snapshot.kv_used_blocks, snapshot.gpu_cache_usage, snapshot.kv_cache_hit_rate) == (1, 0.25, None)
+    asyncio.run(backend.cleanup())
+
+
 def test_a_worker_that_never_began_is_cleaned_up(backend: Any) -> None:
     asyncio.run(backend.cleanup())
 
@@ -105,6 +135,9 @@ def test_a_worker_that_never_began_is_cleaned_up(backend: Any) -> None:
         (InvalidArgument("a"), "InvalidArgument"),
         (QueueFull("b", retry_after=1.0), "HttpError"),
         (ServerExiting(), "EngineShutdown"),
+        (NotReady("c"), "EngineShutdown"),
+        (RequestTimeout(), "HttpError"),
+        (Internal("d"), "Unknown"),
     ],
 )
 def test_errors_are_dynamos(error: Exception, kind: str) -> None:
@@ -133,6 +166,7 @@ def test_events_are_heard_where_they_are_published(given: dict[str, Any], heard:
         ({}, "prefill", [], "needs --kv-transfer-config"),
         ({}, "agg", ["--endpoint", "dyn://a.b"], "NAMESPACE.COMPONENT.ENDPOINT"),
         ({"max_model_len": "many"}, "agg", [], "max-model-len"),
+        ({"kv_events_config": '{"enable_kv_cache_events": true, "endpoint": "tcp://h:9"}'}, "agg", [], "must be bound"),
     ],
 )
 def test_what_does_not_go_with_a_worker_is_refused(
