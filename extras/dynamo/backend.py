@@ -97,10 +97,9 @@ class Backend(LLMEngine):  # type: ignore[misc]
             runtime.namespace, runtime.component = place
         else:
             runtime.component = "prefill" if role == "prefill" else "backend"
-        names = options.get("served_model_name") or (Path(model).name,)
-        mode = DisaggregationMode(role)
-        config = WorkerConfig.from_runtime_config(runtime, model, names[0], disaggregation_mode=mode)
-        return cls(model, options, role), config
+        [name, *_] = options.get("served_model_name") or (Path(model).name,)
+        mode = {"disaggregation_mode": DisaggregationMode(role)}
+        return cls(model, options, role), WorkerConfig.from_runtime_config(runtime, model, name, **mode)
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, Any]:
