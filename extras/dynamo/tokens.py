@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument, describe_validation_error
 from ...core.kv_transfer import FIELD, KVTransferParams, parse_kv_transfer
-from ...core.logprobs import TokenLogprob
+from ...core.logprobs import LikelyToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest
 from ...core.sampling import SamplingParams
 from ...core.structured_outputs import only_constraint, parse_structured_outputs
@@ -129,7 +129,7 @@ def chunk_fields(chunk: GenerateChunk) -> dict[str, Any]:
     return fields
 
 
-def _top(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+def _top(tokens: Sequence[LikelyToken]) -> list[dict[str, Any]]:
     return [
         {"rank": rank, "token_id": token.id, "token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
         for rank, token in enumerate(tokens, 1)
@@ -139,8 +139,7 @@ def _top(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 def _prompt_logprobs(given: TokenLogprob | None, rank: int) -> dict[str, Any] | None:
     if given is None:
         return None
-    ranked = {token.id: (place, token) for place, token in enumerate(given.top, 1)} | {given.id: (rank, given)}
+    scored = [*enumerate(given.top, 1), (rank, given)]
     return {
-        str(token.id): {"logprob": token.logprob, "rank": place, "decoded_token": token.text}
-        for place, token in ranked.values()
+        str(token.id): {"logprob": token.logprob, "rank": place, "decoded_token": token.text} for place, token in scored
     }

@@ -3,9 +3,11 @@ from typing import Any
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import PromptToken, TokenLogprob
+from charonia.core.logprobs import PromptToken
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, Usage
 from charonia.extras.dynamo.tokens import Role, chunk_fields, read_request
+
+from ...scored_tokens import scored
 
 
 def read(role: Role = "agg", **fields: Any) -> GenerateRequest:
@@ -91,14 +93,14 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], field: st
 def test_chunks_have_the_contracts_fields() -> None:
     usage = Usage(5, 1, 4)
     assert chunk_fields(GenerateChunk(text="a", token_ids=(7,), usage=usage)) == {"token_ids": [7], "index": 0}
-    top = (TokenLogprob(8, "b", b"b", -0.1), TokenLogprob(7, "a", b"a", -2.0))
+    likeliest = (8, "b", -0.1)
     chunk = GenerateChunk(
         text="a",
         token_ids=(7,),
         usage=usage,
         finish_reason=FinishReason.LENGTH,
-        logprobs=(TokenLogprob(7, "a", b"a", -2.0, top, 2),),
-        prompt_logprobs=(PromptToken(1, "x"), PromptToken(2, "y", TokenLogprob(2, "y", b"y", -3.0, top[:1]), 9)),
+        logprobs=(scored(7, "a", -2.0, likeliest, (7, "a", -2.0), rank=2),),
+        prompt_logprobs=(PromptToken(1, "x"), PromptToken(2, "y", scored(2, "y", -3.0, likeliest), 9)),
         kv_transfer_params={"do_remote_prefill": True},
     )
     fields = chunk_fields(chunk)
