@@ -125,8 +125,10 @@ class TokenChooser:
         """The logits [W, vocabulary] of the samples whose log-probabilities are wanted. `changed`: those of
         `inputs.processed`."""
         samples = np.fromiter(inputs.logprobs, np.int64)
-        logits = own[self._to(samples)]
         processed = np.flatnonzero([report.processed for report in inputs.logprobs.values()])
+        if changed is not None and len(processed) == len(samples) and np.array_equal(samples, inputs.processed):
+            return changed  # no copy of it, which takes as long as choosing
+        logits = own[self._to(samples)]
         if changed is not None and len(processed):
             logits = logits.float()
             logits[self._to(processed)] = changed[self._to(np.searchsorted(inputs.processed, samples[processed]))]
