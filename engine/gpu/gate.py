@@ -17,7 +17,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return tl.sigmoid(tl.maximum(x, -80.0))  # the exponential stays finite, or the interpreter warns
 
 
@@ -25,11 +25,11 @@ def _sigmoid(x):
 def activate(x, ACTIVATION: tl.constexpr):
     """The function of that name in `layers.mlp.ACTIVATION_FUNCTIONS`, of float32."""
     if ACTIVATION == "silu":
-        out = x * _sigmoid(x)
+        out = x * sigmoid(x)
     elif ACTIVATION == "gelu":
         out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
-        out = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        out = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == "squared_relu":
         x = tl.maximum(x, 0.0)
         out = x * x
@@ -37,7 +37,7 @@ def activate(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "quick_gelu" or ACTIVATION == "clamped_swiglu")
         if ACTIVATION == "clamped_swiglu":
             x = tl.minimum(x, _CLAMP)
-        out = x * _sigmoid(1.702 * x)
+        out = x * sigmoid(1.702 * x)
     return out
 
 

@@ -74,11 +74,11 @@ class TritonNorm:
         arguments = x, x if delta is None else delta, self._weight, out
         sizes = self._size, x.stride(0), heads, self._weights, self._eps
         if rows := len(x) * heads:
-            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **_plan(self._size))
+            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **plan_rows(self._size))
         return out
 
 
-def _plan(size: int) -> dict[str, int]:
+def plan_rows(size: int) -> dict[str, int]:
     """A row's block, and a warp for each 512 of its numbers, 4 to 32: with fewer the longest rows spill."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 4), 32)}
@@ -90,6 +90,6 @@ def specialisations() -> Iterator[Specialisation]:
         for size, adds in ((128, False), (1024, True), (4096, False), (4096, True), (16384, True)):
             types = dict.fromkeys(("x", "delta", "weight", "out"), f"*{kind}")
             types |= dict.fromkeys(("size", "row_stride", "heads", "weights"), "i32") | {"eps": "fp32"}
-            plan = _plan(size)
+            plan = plan_rows(size)
             constants = {"ADDS": adds, "BLOCK": plan.pop("BLOCK")}
             yield Specialisation(_norm_kernel, types, constants, plan)

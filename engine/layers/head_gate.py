@@ -1,5 +1,7 @@
-"""Gates of heads, by C kernels or torch: behind attention (arXiv 2505.06708) and behind recurrences, whose heads are
-normalised, too."""
+"""Gates of heads, by C kernels, Triton's or torch: behind attention (arXiv 2505.06708) and behind recurrences, whose
+heads are normalised, too."""
+
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 import torch.nn.functional as F
@@ -9,16 +11,26 @@ from ..checkpoint.build_context import TensorGroup
 from ..checkpoint.weights import WeightLoader
 from ..cpu import library
 from ..cpu.recurrent import HeadGate, HeadNorm
+from ..gpu import runtime
 from .linear import split_reason
+
+if TYPE_CHECKING:
+    from ..gpu.head_gate import TritonHeadGate
+
+BuiltHeadGate: TypeAlias = Union[HeadGate, "TritonHeadGate", "TorchHeadGate"]
 
 
 def build_head_gate(
     loader: WeightLoader, heads: int, size: int, column: int = 0, norm: HeadNorm | None = None
-) -> "HeadGate | TorchHeadGate":
+) -> BuiltHeadGate:
     """x [N, heads * size] and gates [N, width], in which they begin at `column` -> [N, heads * size]: a norm of each
     head, and its gate, or without a `norm` the gate's sigmoid alone."""
     if library.supports(loader.dtype, loader.device):
         return HeadGate(heads, size, column, loader.dtype, norm)
+    if runtime.serves(loader.dtype, loader.device):
+        from ..gpu.head_gate import TritonHeadGate
+
+        return TritonHeadGate(heads, size, column, norm)
     return TorchHeadGate(heads, size, column, norm)
 
 

@@ -8,8 +8,8 @@ from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.recurrence import Mamba2Spec
 from ..checkpoint.weights import WeightLoader
 from ..cpu.op_trace import untraceable_reason
-from ..cpu.recurrent import ConvolutionColumns, HeadGate, HeadNorm, RecurrenceShape, ScanSteps
-from .head_gate import SplitHeadGate, TorchHeadGate, build_head_gate
+from ..cpu.recurrent import ConvolutionColumns, HeadNorm, RecurrenceShape, ScanSteps
+from .head_gate import BuiltHeadGate, SplitHeadGate, build_head_gate
 from .linear import OutputShard, RowLinear, column_linear, join_shards
 from .recurrence import build_selective_scan
 from .state_convolution import StateConvolution
@@ -54,7 +54,7 @@ class Mamba2:
         if mamba.normalised:
             weight = loader.floats(f"{name}.norm.weight", mamba.inner)[values].view(own.groups, -1)
         norm = HeadNorm(weight, spec.norm_eps, mamba.gates_first)
-        self._output_gate: HeadGate | TorchHeadGate | SplitHeadGate
+        self._output_gate: BuiltHeadGate | SplitHeadGate
         if mamba.normalised and mamba.groups < group.size:
             self._output_gate = SplitHeadGate(group, mamba.groups, inner, norm)
         else:
