@@ -45,9 +45,9 @@ _CONFIG = "config"
 class Server:
     """The models of repositories, or of one checkpoint, between `start` and `stop`, a block, or an `async with` block.
 
-    It takes the arguments of `charonia serve` by their names, but those of ports, processes and logs. Its methods may
-    be called by any thread; those that wait have an `async_` form for any event loop. It ends with the program, or with
-    the last reference to it. Errors are `CharoniaError`s.
+    It takes the arguments of `charonia serve` but those of ports, processes and logs. Any thread may call its methods;
+    those that wait have an `async_` form. It ends with the program, or with the last reference to it. Errors are
+    `CharoniaError`s.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:

@@ -1,8 +1,7 @@
 """Scopes: what sessions asked to keep of the cache, within a budget.
 
-One record each, over a list of blocks in the pool and snapshots of states. Who asks for nothing is looked after as
-ever: the least recently used blocks make room, of those that no scope retains. Nothing pins a block: where there is no
-other, a scope's make room too.
+One record each, over a list of blocks in the pool and snapshots of states. The least recently used blocks make room,
+of those that no scope retains; where there is no other, a scope's do too: nothing pins a block.
 """
 
 from collections import Counter

@@ -180,9 +180,9 @@ class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 
     An executor processes plans in the order of `step`, and within one: `closed`, `block_copies` and `state_copies`,
-    `new`, `appended`, `forced`, `drafted`, then the rows, with `state_restores` and `state_saves`: snapshots are read
-    before any is overwritten. It keeps the token ids of each row (sampled ones included, so that a row may be scheduled
-    again before the host has seen its last token) and the append-only block table.
+    `new`, `appended`, `forced`, `drafted`, then the rows, with `state_restores` before `state_saves`. It keeps each
+    row's append-only block table and token ids, sampled ones included: a row may be scheduled again before the host has
+    seen its last token.
     """
 
     step: int

@@ -34,10 +34,9 @@ class Fairness:
     """
 
     def __init__(self, ageing_steps: int, credit: float, step_tokens: int = 1) -> None:
-        """A class is counted in `ageing_steps` from now: a sequence that waited long enough to be as urgent as the most
-        urgent class counts as of that class. `credit`: the most, in the unit of `service`, that a tenant may save that
-        asks for less than its share; an idle tenant saves none. `step_tokens`: of a prompt, that count as a step of
-        waiting in its rank."""
+        """`ageing_steps`: of waiting, by which a sequence counts as of the next more urgent class. `credit`: the most,
+        in the unit of `service`, that a tenant may save that asks for less than its share; an idle tenant saves none.
+        `step_tokens`: of a prompt, that count as a step of waiting in its rank."""
         self._ageing_steps = ageing_steps
         self.step_tokens = step_tokens
         self._credit = credit

@@ -1,8 +1,8 @@
-"""Images: the bytes that a rank has in one place of its cache, a block or the snapshot of a state, over all its layers,
-with codes and scales, as it gives them to a file or to a peer, and takes them back.
+"""Images: the bytes that a rank has in one place of its cache, a block or a state's snapshot, over all its layers, as
+it gives them to a file or a peer, and takes them back.
 
-An image means something to ranks of equal model, layout and share alone: who moves it compares these. What has come is
-landed, under a number, until a plan copies it to a place: see `TierCopy`. Knows no files and no sockets.
+Only ranks of equal model, layout and share can use one: who moves it compares these. What has come is landed, under a
+number, until a plan copies it: see `TierCopy`.
 """
 
 import math

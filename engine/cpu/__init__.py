@@ -8,10 +8,6 @@ How it is put together, and how to add a kernel:
   needs more than the compiler's default with TARGET_AVX2 and its like. Kernels written once for all levels go through
   `each_level.h`: a `.inc` over the vectors of `simd.h`. `tile_registers.h` has the instructions of AMX, which tests
   replace by a model in plain C, as they do those of AVX-512; those of Arm they run under an emulator.
-- A layer with a state (`recurrent.h`) goes token by token, each number with one order of sums, so that its bits do not
-  depend on where a sequence is cut either.
-- A mixture of experts (`experts.h`) sorts rows by the experts that they chose; several products are one work of all
-  threads then, each with its own rows.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not
   luck, where bits matter. **A row's result must not depend on which rows share the call, nor on the threads.**
 - A kernel is a function of a `Team` (`parallel_region.h`): threads that each do their share, with barriers before one
@@ -26,7 +22,6 @@ How it is put together, and how to add a kernel:
   face that records itself when it is called with a `SymbolicTensor`.
 - Without a compiler, or with CHARONIA_KERNELS=none, `library.level()` is None: callers ask `library.supports(dtype,
   device)` once, while they are built, and take the torch path. CHARONIA_KERNELS=avx2 (or another level) caps the level.
-- `make install` builds after a change; so does `pip install --no-build-isolation --editable .`, and, wherever the
-  package is installed, `compile_kernels.py`. The library has a stamp of its sources (`source_stamp.py`), and is refused
-  beside others.
+- `make install` builds after a change; wherever the package is installed, so does `compile_kernels.py`. The library
+  has a stamp of its sources (`source_stamp.py`), and is refused beside others.
 """

@@ -35,8 +35,8 @@ class InputPositions(NamedTuple):
 
 class Embedding:
     """Token ids [N] -> rows [N, hidden] of the embedding table, in memory of their own, the vocabulary split over the
-    group; called for a step, with the rows that stand in places of no token. The table stays in the memory-mapped file
-    where it can: a step reads few rows of it. `positions`: what is added to it, if anything is."""
+    group. Called for a step, with the rows of places that have no token. The table stays in the memory-mapped file
+    where it can: a step reads few rows of it. `positions`: what is added to them, if anything."""
 
     def __init__(
         self, loader: WeightLoader, spec: ModelSpec, scale: float = 1.0, positions: InputPositions | None = None

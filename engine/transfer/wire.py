@@ -1,7 +1,7 @@
 """What two servers say to each other: frames over one connection, a handshake, and the fingerprints that must agree.
 
-A frame is 4 bytes with its length, and a msgpack array. Each is read whole by a deadline, and none is longer than it
-may be: a peer that stalls, drips or sends garbage is cut off. Payloads travel by a transport, see `payloads.py`.
+A frame is 4 bytes with its length, and a msgpack array. It has a deadline and a greatest length, by which a peer that
+stalls, drips or sends garbage is cut off. Payloads travel by a transport, see `payloads.py`.
 """
 
 import hmac

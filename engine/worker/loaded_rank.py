@@ -145,8 +145,8 @@ def load_rank(
     builder: CheckpointBuilder | None = None,
 ) -> LoadedRank:
     """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of its bytes
-    read; `builder` is the checkpoint's, where it is no directory. A stage's ranks must have equally many of torch's
-    threads: each chooses tokens.
+    read; `builder` is the checkpoint's, where it is no directory. A stage's ranks, which all choose tokens, must have
+    equally many of torch's threads.
 
     Raises:
         CheckpointError: a broken or unsupported checkpoint.

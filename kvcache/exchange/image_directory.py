@@ -1,8 +1,7 @@
 """Images of blocks and of states as files of a directory that several servers share, and that outlives them.
 
-A file's name is the hash of what it has, so it is never out of date; whoever writes one writes it aside and renames it.
-There are no locks: a file that vanishes, or whose checksum is wrong, is one that is not there. When all exceed the
-budget, those that were used longest ago go. Knows no tensors and no threads.
+A file's name is the hash of what it has; it is written aside and renamed. There are no locks: a file that vanishes,
+or whose checksum is wrong, is not there. When all exceed the budget, those used longest ago go.
 """
 
 import os

@@ -210,12 +210,10 @@ class DraftCosts:
         self, tokens: int, seconds: float, drafted: int = 0, accepted: int = 0, host_seconds: float = 0.0
     ) -> None:
         """A step that only decoded, `tokens` of them, took so long, without what a draft model took. Of `drafted` ones
-        among them so many were right. `host_seconds`: from the end of the step before to its launch, if that was
-        measured.
-
-        The step for which a drafter was asked, and the one after drafts, are no measure of those without: they find
-        other things in the processor's caches, and take a quarter as long again where a step takes half a millisecond.
-        That, too, is what drafts cost."""
+        so many were right. `host_seconds`: from the end of the step before to its launch, if measured."""
+        # The step for which a drafter was asked, and the one after drafts, are no measure of those without: they find
+        # other things in the processor's caches, and take a quarter longer where a step takes half a millisecond. That,
+        # too, is what drafts cost.
         disturbed = self._asked or self._drafted_before
         if drafted or not disturbed:
             self._unlearnt.append((tokens, seconds))
