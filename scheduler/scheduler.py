@@ -149,7 +149,7 @@ class Scheduler:
             target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
             target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
         )
-        if self.speculation is not None:
+        if self.speculation is not None and (self.speculation.most or request.prediction is not None):
             sequence.drafts = self.speculation.most_drafts(request)
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1

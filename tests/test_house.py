@@ -128,7 +128,7 @@ BUDGETS = {
     "extras/batches": 1_410,
     "extras/console": 600,
     "extras/dynamo": 340,
-    "extras/rollouts": 1_150,
+    "extras/rollouts": 1_160,
     "bench": 7_340,
     "cli": 2_820,
     "extras/optimizer": 4_050,

@@ -27,55 +27,14 @@ from ...core.metrics import Measurement, Reading
 from ...core.request_context import RequestContext
 from ...core.traffic import ChangeableRoutes
 from ...routing.route import Route
-from .rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_all, with_share
-from .rollout_entry import RolloutEntry, RolloutEvent, RolloutState
+from .rollout import Decision, RolloutPlan, RolloutWatch, pinned, share_of, with_share
+from .rollout_entry import RolloutEntry, RolloutRecord, RolloutRecords, RolloutState
 
 log = logging.getLogger(__name__)
 
 _STATE = "rollouts"
 _LOOKS_EVERY = 1.0
-"""Seconds."""
-
-_MAX_EVENTS = 64
-
-
-class RolloutRecord(msgspec.Struct, frozen=True):
-    """What is kept of a route's last rollout. `before`: the route that it goes back to."""
-
-    plan: RolloutPlan
-    before: Route
-    started_by: str
-    began_at: float
-    state: RolloutState = RolloutState.RUNNING
-    step: int = 0
-    reason: str = ""
-    ended_at: float | None = None
-    events: tuple[RolloutEvent, ...] = ()
-
-    @property
-    def route(self) -> Route | None:
-        """As the rollout leaves it now; None for as it is."""
-        if self.state is RolloutState.SUPERSEDED:
-            return None
-        if self.state is RolloutState.RUNNING:
-            return with_share(self.before, self.plan.to, self.plan.steps[self.step])
-        return with_all(self.before, self.plan.to) if self.state is RolloutState.FORWARD else self.before
-
-    def is_own(self, route: Route) -> bool:
-        """Whether the rollout made the route what it is, or found it so."""
-        shares = (with_share(self.before, self.plan.to, percent) for percent in self.plan.steps)
-        return route in (self.before, with_all(self.before, self.plan.to), *shares)
-
-    def after(self, text: str, **changes: Any) -> "RolloutRecord":
-        """The record with an event more, and what it changed."""
-        events = (*self.events, RolloutEvent(time.time(), text))[-_MAX_EVENTS:]
-        return msgspec.structs.replace(self, events=events, **changes)
-
-
-class RolloutRecords(msgspec.Struct, frozen=True):
-    """The records by the names of their routes."""
-
-    rollouts: dict[str, RolloutRecord] = {}
+"""Seconds, while there is a rollout."""
 
 
 class _RunningRollout:
@@ -103,6 +62,9 @@ class RolloutControl:
         self._clock = clock
         kept = None if state is None else state.read(_STATE, RolloutRecords)
         self._records = dict((kept or RolloutRecords()).rollouts)
+        self._any = asyncio.Event()  # a route has, or had, a rollout
+        if self._records:
+            self._any.set()
         self._running: dict[str, _RunningRollout] = {}
         self._decided: Counter[tuple[str, str]] = Counter()
         # A rollout that begins may have to load a model for minutes: it holds up no other.
@@ -131,6 +93,7 @@ class RolloutControl:
 
     async def _run(self) -> None:
         while True:
+            await self._any.wait()
             await self.advance()
             await asyncio.sleep(_LOOKS_EVERY)
 
@@ -248,6 +211,7 @@ class RolloutControl:
             if self._state is not None:
                 await asyncio.to_thread(self._state.write, _STATE, RolloutRecords(kept))
             self._records = kept
+            self._any.set()
             self._decided = Counter({key: count for key, count in self._decided.items() if key[0] in kept})
 
     # For endpoints

@@ -1,8 +1,16 @@
-"""What is shown of a route's rollout."""
+"""What is kept of a route's rollout, and what is shown of it."""
 
+import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+import msgspec
+
+from ...routing.route import Route
+from .rollout import RolloutPlan, with_all, with_share
+
+_MAX_EVENTS = 64
 
 
 class RolloutState(StrEnum):
@@ -20,6 +28,45 @@ class RolloutEvent(NamedTuple):
 
     at: float
     text: str
+
+
+class RolloutRecord(msgspec.Struct, frozen=True):
+    """What is kept of a route's last rollout. `before`: the route that it goes back to."""
+
+    plan: RolloutPlan
+    before: Route
+    started_by: str
+    began_at: float
+    state: RolloutState = RolloutState.RUNNING
+    step: int = 0
+    reason: str = ""
+    ended_at: float | None = None
+    events: tuple[RolloutEvent, ...] = ()
+
+    @property
+    def route(self) -> Route | None:
+        """As the rollout leaves it now; None for as it is."""
+        if self.state is RolloutState.SUPERSEDED:
+            return None
+        if self.state is RolloutState.RUNNING:
+            return with_share(self.before, self.plan.to, self.plan.steps[self.step])
+        return with_all(self.before, self.plan.to) if self.state is RolloutState.FORWARD else self.before
+
+    def is_own(self, route: Route) -> bool:
+        """Whether the rollout made the route what it is, or found it so."""
+        shares = (with_share(self.before, self.plan.to, percent) for percent in self.plan.steps)
+        return route in (self.before, with_all(self.before, self.plan.to), *shares)
+
+    def after(self, text: str, **changes: Any) -> "RolloutRecord":
+        """The record with an event more, and what it changed."""
+        events = (*self.events, RolloutEvent(time.time(), text))[-_MAX_EVENTS:]
+        return msgspec.structs.replace(self, events=events, **changes)
+
+
+class RolloutRecords(msgspec.Struct, frozen=True):
+    """The records by the names of their routes."""
+
+    rollouts: dict[str, RolloutRecord] = {}
 
 
 class RolloutEntry(NamedTuple):
