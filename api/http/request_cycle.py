@@ -29,38 +29,54 @@ _JOINED_BYTES = 1 << 16
 _MOST_WAITING = 16
 """Responses that wait for each other: the first for as long as it takes to make the others."""
 
-_MOST_CHUNKS = 64
+MOST_PARTS = 64
 """Parts of responses that wait for each other: they are made faster."""
 
 
 class WriteCoalescer:
-    """The last response, or part of one, of each connection of an event loop, until the turn of the loop ends.
+    """Responses, and parts of them, of an event loop's connections, until the turn of the loop ends.
 
-    A write that wakes its reader's process costs several times as much as one that finds it awake; between responses
-    that are written one by one it falls asleep.
+    A write that wakes its reader's process costs several times as much as the next ones, that find it awake.
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[asyncio.Transport, bytes] = {}
+        self._responses: dict[asyncio.Transport, bytes] = {}
+        self.parts: list[tuple[asyncio.Transport, bytes]] = []
+        """Parts of responses, in their order; always this list. The first of a turn and the last are to be `bound`."""
         self._turn: asyncio.Handle | None = None
 
-    def write_soon(self, transport: asyncio.Transport, response: bytes, most: int = _MOST_WAITING) -> None:
-        """Write `response`, or a part of one, when the turn ends or `most` wait for it. Whatever else writes to the
-        transport, or closes it, flushes before."""
-        waiting = self.waiting
-        if transport in waiting:
+    def write_soon(self, transport: asyncio.Transport, response: bytes) -> None:
+        """Write a response when the turn ends or enough wait. Whatever else writes to its connection flushes before."""
+        if transport in self._responses:
             self.flush()
-            waiting = self.waiting
-        waiting[transport] = response
-        if len(waiting) >= most:
+        self._responses[transport] = response
+        self.bound(len(self._responses), _MOST_WAITING)
+
+    def write_part(self, transport: asyncio.Transport, part: bytes) -> None:
+        """As `write_soon`. A part behind one that waits flushes that: whether its client reads is then known."""
+        if self.parts and self.parts[-1][0] is transport:
+            self.flush()
+        self.parts.append((transport, part))
+        self.bound(len(self.parts), MOST_PARTS)
+
+    def bound(self, waiting: int, most: int) -> None:
+        """Have what waits written when the turn ends, or now if it is the `most` that may."""
+        if waiting >= most:
             self.flush()
         elif self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
 
+    def flush_for(self, transport: asyncio.Transport) -> None:
+        """Write what waits, if some of it may be this transport's."""
+        if self.parts or transport in self._responses:
+            self.flush()
+
     def flush(self) -> None:
-        """Write every response that waits."""
-        waiting, self.waiting = self.waiting, {}
-        for transport, response in waiting.items():
+        """Write all that waits."""
+        waiting = [*self._responses.items(), *self.parts]
+        self._responses.clear()
+        self.parts.clear()
+        for transport, response in waiting:
             if not transport.is_closing():
                 transport.write(response)
 
@@ -181,8 +197,7 @@ class Http11Cycle(RequestResponseCycle):
 
     def flush(self) -> None:
         """Write the part of the response that waits for the end of the turn, if there is one."""
-        if self.transport in self._state.coalescer.waiting:
-            self._state.coalescer.flush()
+        self._state.coalescer.flush_for(self.transport)
 
     @property
     def takes_chunks(self) -> bool:
@@ -190,12 +205,12 @@ class Http11Cycle(RequestResponseCycle):
         return bool(self.chunked_encoding) and not (self.flow.write_paused or self.response_complete)
 
     def sink(self, encode: Callable[[T], bytes | None]) -> Callable[[T], bool]:
-        """What writes the part of the response that `encode` makes of an item, if that may be written now; not what
-        `encode` leaves, as None. Made once for a response: what each of its parts costs is counted in function
-        calls."""
+        """What writes the part of the response that `encode` makes of an item, if that may be written now; not what it
+        leaves, as None. Made once for a response: what a part costs is counted in function calls."""
         flow = self.flow
         transport = self.transport
-        write_soon = self._state.coalescer.write_soon
+        coalescer = self._state.coalescer
+        parts = coalescer.parts
 
         def write(item: T) -> bool:
             if flow.write_paused or self.response_complete or not self.chunked_encoding:
@@ -206,7 +221,9 @@ class Http11Cycle(RequestResponseCycle):
                     return False
                 if body:  # an empty chunk would be the last
                     self.chunks_written += 1
-                    write_soon(transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
+                    parts.append((transport, b"%x\r\n%b\r\n" % (len(body), body)))
+                    if len(parts) == 1 or len(parts) == MOST_PARTS:
+                        coalescer.bound(len(parts), MOST_PARTS)
             return True
 
         return write
@@ -215,7 +232,7 @@ class Http11Cycle(RequestResponseCycle):
         """Write a part of the response when the turn of the event loop ends."""
         if body and not self.disconnected:  # an empty chunk would be the last
             self.chunks_written += 1
-            self._state.coalescer.write_soon(self.transport, b"%x\r\n%b\r\n" % (len(body), body), _MOST_CHUNKS)
+            self._state.coalescer.write_part(self.transport, b"%x\r\n%b\r\n" % (len(body), body))
 
     async def receive(self) -> Any:
         """ASGI's `receive`. Raises `BodyTimeout` if nothing comes of a body for too long, or too little."""

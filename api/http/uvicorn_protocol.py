@@ -62,9 +62,7 @@ class HttpProtocol(HttpToolsProtocol):
     # From bytes to requests
 
     def data_received(self, data: bytes) -> None:
-        coalescer = self.server_state.coalescer
-        if self.transport in coalescer.waiting:  # what comes of this may be written at once
-            coalescer.flush()
+        self.server_state.coalescer.flush_for(self.transport)  # what comes of this may be written at once
         self._received = len(data)
         cycle = self.cycle
         body_bytes = len(cycle.body) if cycle is not None and cycle.more_body else -1

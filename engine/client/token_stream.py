@@ -8,7 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -124,7 +125,7 @@ def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: Reques
             stats.end = CANCELLED
 
 
-class TokenDelta(msgspec.Struct, frozen=True):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """The tokens since the last read."""
 
     token_ids: tuple[int, ...]
@@ -155,7 +156,8 @@ class _UnreadSinks:
             stream.pass_on()
 
 
-class _WaitingChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _WaitingChunk:
     """Who waits for the first chunk that the sinks of `output` do not take, and what makes chunks meanwhile."""
 
     reader: "asyncio.Future[GenerateChunk]"
@@ -312,17 +314,15 @@ class TokenStream:
     def pass_on(self) -> None:
         """Give the sinks what is unread, or the waiting reader what they do not take."""
         waiting = self._chunk
-        if waiting is None or not self._unread:  # it has taken all meanwhile
-            return
-        reader, builder, output = waiting
-        if reader.done():  # it was cancelled
+        # It may have taken all meanwhile, or have been cancelled.
+        if waiting is None or not self._unread or waiting.reader.done():
             return
         try:
-            if (left := self._pass_to_sinks(builder, output)) is not None:
-                reader.set_result(left)
+            if (left := self._pass_to_sinks(waiting.builder, waiting.output)) is not None:
+                waiting.reader.set_result(left)
         except Exception as error:
-            reader.set_exception(error)
-            del reader, waiting  # the traceback has this call, which would keep the error
+            waiting.reader.set_exception(error)
+            del waiting  # the traceback has this call, which would keep the error
 
     def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
         """Give the sinks what is unread; the chunk that they do not take."""

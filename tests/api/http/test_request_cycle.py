@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from charonia.api.http.request_cycle import WriteCoalescer
+from charonia.api.http.request_cycle import MOST_PARTS, WriteCoalescer
 
 
 class Transport(asyncio.Transport):
@@ -30,11 +30,9 @@ async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
     coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
     coalescer.write_soon(one, b"1")
     coalescer.write_soon(other, b"2")
-    assert one in coalescer.waiting
     assert not sent
     await asyncio.sleep(0)
     assert sent == ["a1", "b2"]
-    assert one not in coalescer.waiting
     coalescer.write_soon(other, b"3")
     await asyncio.sleep(0)
     assert sent[2:] == ["b3"]
@@ -50,10 +48,30 @@ async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
 
 
 async def test_parts_of_responses_wait_for_more_of_each_other() -> None:
-    coalescer, (sent, many) = WriteCoalescer(), transports(20)
+    coalescer, (sent, many) = WriteCoalescer(), transports(MOST_PARTS + 2)
     for transport in many:
-        coalescer.write_soon(transport, b"", most=18)
-    assert sent == [transport.name for transport in many[:18]]
+        coalescer.write_part(transport, b"")
+    assert sent == [transport.name for transport in many[:MOST_PARTS]]
+    await asyncio.sleep(0)
+    assert sent == [transport.name for transport in many]
+
+
+async def test_what_is_to_go_before_is_written_first() -> None:
+    coalescer, (sent, [one, other, third]) = WriteCoalescer(), transports(3)
+    coalescer.write_soon(one, b"1")
+    coalescer.flush_for(other)
+    assert not sent, "nothing of its own waits"
+    coalescer.flush_for(one)
+    assert sent == ["a1"]
+    coalescer.parts += [(one, b"2"), (other, b"3"), (one, b"4")]
+    coalescer.bound(3, MOST_PARTS)
+    coalescer.flush_for(third)  # which may be any of theirs
+    assert sent[1:] == ["a2", "b3", "a4"]
+    coalescer.write_part(other, b"5")
+    coalescer.write_part(other, b"6")
+    assert sent[4:] == ["b5"], "there might be no room for more"
+    await asyncio.sleep(0)
+    assert sent[5:] == ["b6"]
 
 
 async def test_two_answers_to_one_client_keep_their_order() -> None:
