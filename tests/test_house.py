@@ -114,7 +114,7 @@ BUDGETS = {
     "processes": 1_160,
     "telemetry": 3_015,
     "kvcache": 1_525,
-    "tokenization": 3_705,
+    "tokenization": 3_720,
     "media": 1_255,
     "scheduler": 2_320,
     "engine": 29_820,

@@ -165,9 +165,7 @@ class AnswerBuilder:
             return None
         if not (read.text or read.reasoning):
             return None
-        chunk = self._builder.text_chunk(read.text, delta)
-        usage = replace(chunk.usage, reasoning_tokens=self._reasoning_tokens)
-        return replace(chunk, reasoning=read.reasoning, usage=usage)
+        return self._builder.text_chunk(read.text, delta, (), read.reasoning, self._reasoning_tokens)
 
     def _read(self, delta: TokenDelta) -> GenerateChunk:
         thinking, self._begun = self._reader.thinking, True

@@ -168,10 +168,17 @@ class ChunkBuilder:
             return None if not built or sink(built) else self.text_chunk(built, delta)
         return built
 
-    def text_chunk(self, text: str, delta: TokenDelta, logprobs: tuple[TokenLogprob, ...] = ()) -> GenerateChunk:
+    def text_chunk(
+        self,
+        text: str,
+        delta: TokenDelta,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        reasoning: str = "",
+        reasoning_tokens: int = 0,
+    ) -> GenerateChunk:
         """The chunk of a delta that neither begins nor ends the text."""
-        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens)
-        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, logprobs=logprobs)
+        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens, reasoning_tokens)
+        return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, logprobs=logprobs, reasoning=reasoning)
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
         """Whether an end or stop token ended the text; a grammar may end it without one."""

@@ -6,8 +6,8 @@ that breaks off keeps its arguments so far.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from ...core.request import Tool, ToolCallDelta, ToolUse
@@ -15,7 +15,7 @@ from .answer_text import AnswerText, MalformedCall, Reading
 from .literals import argument_types
 
 
-class AnswerDelta(NamedTuple):
+class AnswerDelta(msgspec.Struct, frozen=True):
     """What the last piece of text added to an answer."""
 
     text: str = ""
@@ -121,6 +121,11 @@ class AnswerReader:
         """What the next piece of text adds, without text that may become a marker, unless it is the `last` piece."""
         if self.over:
             return AnswerDelta()
+        sink = None if last else self.text.sink_of(piece)
+        if sink == self.show:  # as most
+            return AnswerDelta(piece)
+        if sink == self.think:
+            return AnswerDelta("", piece)
         self.text.feed(piece)
         if last:
             self.text.end()

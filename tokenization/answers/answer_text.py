@@ -53,6 +53,10 @@ class Markers:
     def _first_letters(self) -> re.Pattern[str]:
         return re.compile("|".join({re.escape(text[0]) for text in self._texts}) or "(?!)")
 
+    def absent(self, text: str) -> bool:
+        """Whether no marker begins in a text."""
+        return self._first_letters.search(text) is None
+
     def begun(self, text: str, start: int) -> int:
         """The place from `start` on at which the end of a text may be the beginning of a marker; its length if
         nowhere."""
@@ -73,6 +77,15 @@ class AnswerText:
         self._at = 0
         self._ended = False
         self._held: list[str] | None = None
+        self._sought: tuple[Markers, Sink] | None = None
+        """What is looked for, and who gets the text before it, while more text is needed to find it."""
+
+    def sink_of(self, piece: str) -> Sink | None:
+        """Who gets a whole piece, if to feed it would have no other consequence."""
+        if self._sought is None or self._held is not None or self._at < len(self._text):
+            return None
+        markers, sink = self._sought
+        return sink if markers.absent(piece) else None
 
     def feed(self, piece: str) -> None:
         self._text = self._text[self._at :] + piece
@@ -101,7 +114,9 @@ class AnswerText:
             self._give(sink, len(self._text) if self._ended else markers.begun(self._text, self._at))
             if self._ended:
                 return ""
+            self._sought = markers, sink
             yield
+            self._sought = None
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Reading[None]:
         """Give `sink` the next characters that are in the class that `pattern` repeats."""
