@@ -139,7 +139,7 @@ def _top(tokens: Sequence[LikelyToken]) -> list[dict[str, Any]]:
 def _prompt_logprobs(given: TokenLogprob | None, rank: int) -> dict[str, Any] | None:
     if given is None:
         return None
-    scored = [*enumerate(given.top, 1), (rank, given)]
+    scored: list[tuple[int, TokenLogprob | LikelyToken]] = [*enumerate(given.top, 1), (rank, given)]
     return {
         str(token.id): {"logprob": token.logprob, "rank": place, "decoded_token": token.text} for place, token in scored
     }
