@@ -255,6 +255,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mamba": MAMBA,
     "falcon-mamba": MAMBA | {"model_type": "falcon_mamba", "mixer_rms_eps": 1e-5, "use_bias": True},
+    "zamba2": LLAMA
+    | {
+        "model_type": "zamba2",
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 24,
+        "mamba_ngroups": 2,
+        "num_mem_blocks": 2,
+        "adapter_rank": 6,
+        "use_mem_rope": True,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "falcon-h1": LLAMA
     | {
         "model_type": "falcon_h1",

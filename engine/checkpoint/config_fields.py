@@ -22,7 +22,7 @@ from .model_spec import (
     UnsupportedVariant,
 )
 from .quantization_config import read_quantization
-from .recurrence import LayerState, RecurrenceSpec
+from .recurrence import LayerState, RecurrenceSpec, SharedBlocksSpec
 
 MOST_PARTS = 1 << 16
 """Layers, experts of a layer, and numbers of a head: beyond, a slip of the pen would take all memory."""
@@ -46,6 +46,8 @@ class HybridLayers(NamedTuple):
     """Whether heads of attention have gates, as wide as their queries."""
     feeds: tuple[bool, ...] = ()
     """Whether each layer has an MLP or experts; empty: all have."""
+    shared: SharedBlocksSpec | None = None
+    """The blocks that those which attend share; None: each has its own."""
 
     @property
     def states(self) -> tuple[LayerState | None, ...]:

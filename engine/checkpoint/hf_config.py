@@ -74,6 +74,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         gated_attention=hybrid is not None and hybrid.gated,
         multipliers=fields.multipliers(),
         feeds=() if hybrid is None else hybrid.feeds,
+        shared_blocks=None if hybrid is None else hybrid.shared,
         mlp_matrices=fields.number("mlp_matrices", 3),
         attention_out_bias=fields.flag("attention_out_bias"),
         normed_heads=fields.flag("use_qk_norm"),
@@ -139,6 +140,7 @@ _FAMILY_FIELDS = {
     "FalconH1ForCausalLM": _MULTIPLIED_BRANCHES
     | {"embedding_multiplier", "mlp_multipliers", "ssm_multipliers", "mlp_bias"}
     | {"mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"},
+    "Zamba2ForCausalLM": frozenset({"query_pre_attn_scalar", "mlp_bias"}),
     "Gemma2ForCausalLM": _SCALED_SCORES,
     "Gemma3ForCausalLM": _SCALED_SCORES,
     "Gemma3nForCausalLM": _SOFTCAPS,

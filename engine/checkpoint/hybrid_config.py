@@ -9,7 +9,7 @@ from ...core.errors import shorten
 from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields, HybridLayers
 from .mamba_config import MAMBAS, MIXER_DEFAULTS, convolves_with_silu, mamba2_layers, mixer_fields
 from .model_spec import NO_ROPE
-from .recurrence import DeltaNetSpec, RecurrenceSpec, ShortConvolutionSpec
+from .recurrence import DeltaNetSpec, RecurrenceSpec, SharedBlocksSpec, ShortConvolutionSpec
 
 
 def _hybrid(attends: tuple[bool, ...], recurrence: RecurrenceSpec, gated: bool = False) -> HybridLayers:
@@ -142,6 +142,43 @@ def _falcon_h1(fields: ConfigFields) -> HybridLayers:
     return HybridLayers(everywhere, everywhere, mamba2_layers(fields))
 
 
+_ZAMBA_LAYERS = {"linear_attention": False, "mamba": False, "hybrid": True}
+"""A layer's type -> whether it uses a block that attends."""
+
+
+def _zamba2(fields: ConfigFields) -> HybridLayers:
+    uses = fields.layer_types(lambda layer: "mamba", _ZAMBA_LAYERS)
+    blocks = fields.number("num_mem_blocks", most=MOST_PARTS)
+    if not 0 < blocks <= sum(uses):
+        raise fields.error(f"num_mem_blocks must be between 1 and {sum(uses)}, the layers that use one, got {blocks}")
+    with_silu = fields._replace(config={**fields.config, "hidden_act": "silu"})  # the other is of the blocks' MLPs
+    shared = SharedBlocksSpec(blocks, fields.number("adapter_rank", most=MOST_PARTS))
+    return HybridLayers(uses, (True,) * len(uses), mamba2_layers(with_silu), feeds=uses, shared=shared)
+
+
+def _zamba2_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    config, hidden, heads = fields.config, fields.number("hidden_size"), fields.number("num_attention_heads")
+    head_dim = fields.number("attention_head_dim", 2 * hidden // heads, MOST_PARTS)
+    types = fields.texts("layers_block_type") or fields.texts("layer_types")
+    if not types:
+        raise fields.error("layers_block_type must say of every layer whether it is hybrid")
+    own = {
+        "layer_types": types,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim / 2,
+        "intermediate_size": fields.number("intermediate_size", 4 * hidden),
+        "mamba_n_heads": fields.number("n_mamba_heads", most=MOST_PARTS),
+        "mamba_n_groups": fields.number("mamba_ngroups", most=MOST_PARTS),
+        "mamba_proj_bias": fields.flag("add_bias_linear"),
+        "mamba_conv_bias": True,
+        "mlp_bias": fields.flag("add_bias_linear"),
+        "time_step_limit": [fields.real("time_step_min") or 0.0, math.inf],
+    }
+    if not fields.flag("use_mem_rope"):
+        own["rope_parameters"] = {"rope_type": _NO_POSITIONS}
+    return {**config, **own}
+
+
 _MAMBA2 = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -197,6 +234,32 @@ HYBRIDS = {
         },
         hybrid=_falcon_h1,
         only={"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False},
+    ),
+    "Zamba2ForCausalLM": ArchitectureDefaults(
+        absent={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "mamba_d_head": "auto",
+            "mamba_d_state": 64,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 8,
+            "time_step_min": 0.001,
+            "num_mem_blocks": 1,
+            "adapter_rank": 128,
+            "tie_word_embeddings": True,
+        },
+        rope_types={_NO_POSITIONS: NO_ROPE},
+        hybrid=_zamba2,
+        translate=_zamba2_fields,
+        only={
+            "use_shared_attention_adapter": False,
+            "use_long_context": False,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,  # with it transformers unties blocks
+        },
     ),
     "GraniteMoeHybridForCausalLM": ArchitectureDefaults(
         absent={

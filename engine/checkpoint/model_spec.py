@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from .encoder_shape import EncoderShape
-from .recurrence import LayerState, RecurrenceSpec
+from .recurrence import LayerState, RecurrenceSpec, SharedBlocksSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
@@ -329,6 +329,8 @@ class ModelSpec(DecoderShape):
     most_dense_tokens: int = 0
     """Up to so many tokens an indexer chooses all of them to attend to; longer sequences are not computed here. 0:
     there is no indexer."""
+    shared_blocks: SharedBlocksSpec | None = None
+    """The blocks that layers which attend share; None: each has its own."""
     deepstack: int = 0
     """How many of the first layers add rows of their own at the places of images (arXiv 2406.04334)."""
 
@@ -385,6 +387,10 @@ class ModelSpec(DecoderShape):
                 if self.owns_cache(layer):
                     numbers += shape.heads * (shape.key_size + shape.value_size)
                 weights += self.hidden_size * numbers
+        if self.shared_blocks is not None:
+            packed = (self.heads + 2 * self.kv_heads) * self.head_dim
+            own = self.shared_blocks.weights_of_use(self.hidden_size, packed, self.intermediate_size)
+            weights += own * len(self.cached_attention)
         if self.recurrence is not None:
             recurrent = sum(state is not None for state in self.states)
             weights += recurrent * self.recurrence.weights(self.hidden_size)

@@ -51,6 +51,9 @@ def check_partition(
     if stage.count > 1 and spec.gemma is not None and spec.gemma.per_layer_size:
         message = f"model {model}: embeddings that tokens have for each layer can't be shared by {stage.count} stages"
         raise InvalidArgument(message, field="pipeline_parallel_size")
+    if stage.count > 1 and spec.shared_blocks is not None:
+        message = f"model {model}: blocks that its layers use in turns can't be shared by {stage.count} stages"
+        raise InvalidArgument(message, field="pipeline_parallel_size")
     counts = stage.layer_counts
     if counts and (len(counts) != stage.count or sum(counts) != spec.layers or min(counts) < 1):
         message = (
@@ -76,6 +79,8 @@ def can_share(spec: ModelSpec, tensor: int, whole_experts: bool = False) -> bool
 
 
 def _tensor_refusal(spec: ModelSpec, tensor: int, whole_experts: bool) -> str | None:
+    if spec.shared_blocks is not None and tensor > 1:
+        return f"blocks that its layers use in turns can't be shared by {tensor} ranks"
     if spec.recurrence is not None and (refusal := spec.recurrence.refusal(tensor)) is not None:
         return f"{refusal}; stages of a pipeline can have its layers"
     if spec.gemma is not None and spec.gemma.altup is not None and tensor > 1:

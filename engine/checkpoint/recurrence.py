@@ -158,5 +158,18 @@ class MambaSpec(NamedTuple):
         return LayerState(self.channels, self.kernel - 1, 1, self.state_size, self.channels)
 
 
+class SharedBlocksSpec(NamedTuple):
+    """The transformer blocks that layers of Zamba 2 use in turns, beside their states."""
+
+    blocks: int
+    adapter_rank: int
+    """Numbers between the two matrices that each use has beside its block's MLP."""
+
+    def weights_of_use(self, hidden: int, packed: int, width: int) -> int:
+        """Numbers in the matrices that a use has beside those of other layers that attend, of a block with so many
+        `packed` queries, keys and values and an MLP of this `width`."""
+        return hidden * (packed + hidden + self.adapter_rank) + 2 * width * self.adapter_rank
+
+
 RecurrenceSpec: TypeAlias = DeltaNetSpec | ShortConvolutionSpec | Mamba2Spec | MambaSpec
 """What those layers of a model are that keep a state; all that do are alike."""

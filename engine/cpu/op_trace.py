@@ -76,6 +76,9 @@ class SymbolicTensor:
             self.trace.add_in_place(OpStruct(kind=ADD, size=self.width), self, delta)
         return self
 
+    def clone(self) -> "SymbolicTensor":
+        return self.trace.add_op(OpStruct(kind=KEEP, size=self.width), self, self.width)
+
     def copy_(self, other: "SymbolicTensor") -> "SymbolicTensor":
         self.trace.ops.append(TracedOp(OpStruct(kind=KEEP, size=self.width), other, None, self))
         return self

@@ -30,8 +30,8 @@ class Mamba:
         assert isinstance(mamba, MambaSpec), "config.json was read for such layers"
         number = spec.state_index(index, loader.stage.layers(spec.layers).start)
         channels, size, rank = mamba.channels, mamba.state_size, mamba.step_rank
-        every = slice(channels)
-        wide = OutputShard(f"{name}.in_proj", 2 * channels, slice(2 * channels))
+        every = slice(0, channels)
+        wide = OutputShard(f"{name}.in_proj", 2 * channels, slice(0, 2 * channels))
         self._input = column_linear(loader, [wide], spec.hidden_size, bias=mamba.bias)
         self._convolution = StateConvolution(
             loader,
@@ -50,7 +50,7 @@ class Mamba:
             return build_matmul(loader, column_slices([shard], inputs), use=SMALL_LAYER)
 
         outputs = rank + 2 * size
-        self._narrow_steps = product("x_proj", outputs, channels, slice(rank))
+        self._narrow_steps = product("x_proj", outputs, channels, slice(0, rank))
         self._pairs = product("x_proj", outputs, channels, slice(rank, outputs))
         self._steps = product("dt_proj", channels, rank, every)
         self._norms = None

@@ -50,6 +50,7 @@ from .nemotron_h import build_nemotron_h
 from .olmo import build_exaone4, build_olmo
 from .qwen3_5 import build_qwen3_5
 from .seq2seq import build_bart, build_m2m, build_marian, build_mbart, build_pegasus, build_whisper
+from .zamba2 import build_zamba2
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "SmolLM3ForCausalLM": build_llama,
     "SolarOpenForCausalLM": build_glm4_moe,
     "WhisperForConditionalGeneration": build_whisper,
+    "Zamba2ForCausalLM": build_zamba2,
 }
 """The entry in config.json's `architectures` -> the function that builds the decoder, or the rank's share of it."""
 

@@ -136,7 +136,7 @@ _UNUSUAL = "q_lora_rank", "sliding_window"
 ARCHITECTURES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_bytes())
 """The other model types that were right at any time, with what their configurations need beside sizes."""
 
-BY_SEQUENCE = "bloom", "jamba", "zamba2"
+BY_SEQUENCE = "bloom", "jamba"
 """Model types that transformers computes one sequence after the other: ALiBi, and states beside keys and values."""
 
 app = App(name="python -m tests.proofs.families", help=__doc__)

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "mamba2": "Mamba2ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
     "bamba": "BambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 
 
@@ -48,6 +49,9 @@ def config_of(making: ModuleType) -> MakeConfig:
         ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "layer_types must say of every"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported here, relu2 is"),
         ("nemotron-3", {"n_group": 4}, "topk_group 1 of n_group 4 can't be chosen of 6 experts"),
+        ("zamba2", {"num_mem_blocks": 4}, "num_mem_blocks must be between 1 and 3"),
+        ("zamba2", {"use_shared_attention_adapter": True}, "use_shared_attention_adapter True is not supported here"),
+        ("zamba2", {"layers_block_type": None}, "layers_block_type must say of every layer"),
         ("mamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported beside states"),
         ("mamba", {"time_step_rank": "all"}, "time_step_rank must be"),
         ("mamba2", {"num_heads": 7}, "mamba_n_heads 7 must divide 128 features"),
@@ -152,6 +156,10 @@ CANNOT_BE: dict[str, dict[str, tuple[Any, ...]]] = {
     "falcon-h1": dict.fromkeys((*MAMBA_COUNTS[:5], "mamba_d_ssm"), NO_COUNTS)
     | dict.fromkeys(FALCON_MULTIPLIERS, NO_REALS)
     | dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"), NO_FLAGS),
+    "zamba2": dict.fromkeys(
+        ("n_mamba_heads", "mamba_ngroups", "mamba_d_state", "mamba_d_conv", "adapter_rank"), NO_COUNTS
+    )
+    | {"add_bias_linear": NO_FLAGS, "use_mem_rope": NO_FLAGS},
     "bamba": SHARED | {"attn_layer_indices": NO_LAYERS, "mlp_bias": NO_FLAGS, "layer_types": ()},
 }
 """Values that fields of configs with recurrent layers cannot have."""

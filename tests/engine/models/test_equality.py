@@ -231,7 +231,7 @@ MORE = (
 """Whose layers are of those kinds; what they compute themselves is compared in test_models.py."""
 RECURRENT = ("qwen3.5", "lfm2", "granite-hybrid")
 OTHER_RECURRENT = ("nemotron-h", "falcon-h1", "mamba", "mamba2")
-MORE_RECURRENT = ("nemotron-3", "bamba", "falcon-mamba")
+MORE_RECURRENT = ("nemotron-3", "bamba", "falcon-mamba", "zamba2")
 """The same layers in other families, or with experts, which know nothing of how they are scheduled."""
 
 

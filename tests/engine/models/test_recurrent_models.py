@@ -31,7 +31,7 @@ from charonia.scheduler.plan import NewSequence, ResolvedSampling
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
-KIN = ["nemotron-h", "falcon-h1", "mamba", "falcon-mamba", "mamba2", "bamba"]
+KIN = ["nemotron-h", "falcon-h1", "mamba", "falcon-mamba", "mamba2", "bamba", "zamba2"]
 """What keeps the states of one of these."""
 SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe", "nemotron-3"]
 PARTS = ["qwen3.5-image"]
@@ -130,12 +130,14 @@ def right_logits(directory: Path, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("name", [*NAMES, *KIN, *SPARSE, *PARTS])
 def test_float32_logits_are_transformers(checkpoint: Callable[..., Path], name: str, backend: str) -> None:
-    """Rows in one step, with our kernels and without any."""
+    """Rows in one step, with our kernels and without any. Of Zamba 2 transformers itself is off by as much from what
+    it computes in float64."""
+    most = 1e-3 if name == "zamba2" else 1e-4
     right = right_logits(checkpoint(name), torch.float32)
     with patch.object(library, "level", lambda: None) if backend == "torch" else nullcontext():
         found = Engine(checkpoint(name)).step({row: (0, tokens) for row, tokens in enumerate(prompts())})
     for row, expected in enumerate(right):
-        assert (found[row] - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert (found[row] - expected).abs().max() < most * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
