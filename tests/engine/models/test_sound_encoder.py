@@ -2,13 +2,13 @@
 the same bits beside whatever other windows."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import WhisperConfig, WhisperModel
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.models.sound_encoder import load_sound_encoder
@@ -17,42 +17,48 @@ HOST = torch.device("cpu")
 POSITIONS, BINS = 300, 16
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def write_sound_encoder(directory: Path, positions: int = POSITIONS) -> Any:
+    """A model in `directory`, and as transformers has it."""
     torch.manual_seed(5)
-    model = WhisperModel(
-        WhisperConfig(
-            vocab_size=64,
-            d_model=96,
-            encoder_layers=3,
-            decoder_layers=1,
-            encoder_attention_heads=6,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=160,
-            decoder_ffn_dim=32,
-            max_source_positions=POSITIONS,
-            num_mel_bins=BINS,
-            init_std=0.1,
-            pad_token_id=0,
-            bos_token_id=0,
-            eos_token_id=0,
-            decoder_start_token_id=1,
-        )
-    ).eval()
+    config = WhisperConfig(
+        vocab_size=64,
+        d_model=96,
+        encoder_layers=3,
+        decoder_layers=1,
+        encoder_attention_heads=6,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=160,
+        decoder_ffn_dim=32,
+        max_source_positions=positions,
+        num_mel_bins=BINS,
+        init_std=0.1,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=1,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             weight.data.normal_(std=0.1)
-    return model
+    model.save_pretrained(directory)
+    return model.model
+
+
+class Written(NamedTuple):
+    directory: Path
+    model: Any
 
 
 @pytest.fixture(scope="module")
-def directory(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     directory = tmp_path_factory.mktemp("whisper")
-    model.config.architectures = ["WhisperForConditionalGeneration"]
-    model.save_pretrained(directory)
-    config = directory / "config.json"
-    config.write_text(config.read_text().replace('"WhisperModel"', '"WhisperForConditionalGeneration"'))
-    return directory
+    return Written(directory, write_sound_encoder(directory))
+
+
+@pytest.fixture(scope="module")
+def directory(written: Written) -> Path:
+    return written.directory
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +67,9 @@ def features() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Any, features: Tensor) -> Tensor:
+def expected(written: Written, features: Tensor) -> Tensor:
     with torch.inference_mode():
-        rows: Tensor = model.encoder(features).last_hidden_state
+        rows: Tensor = written.model.encoder(features).last_hidden_state
     return rows
 
 
