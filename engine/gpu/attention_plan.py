@@ -114,6 +114,13 @@ class StepTiles(NamedTuple):
     """The tiles of chunks, int32 [T, row and offset]; of a recorded step followed by some of row -1, for nobody."""
 
 
+class ChunkTile(NamedTuple):
+    """`lines`: query heads of tokens that a program of so many warps has."""
+
+    lines: int
+    warps: int
+
+
 class PartsPlan(NamedTuple):
     """How programs share out the parts of decoding rows. It changes no sum and no order of sums."""
 
@@ -218,24 +225,34 @@ def combine_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[
     return kept | {"STAGES": 4, "num_warps": max(plan["DIMS"] // 256, 1)}
 
 
+CHUNK_TILES: dict[int, tuple[tuple[int, ChunkTile, ChunkTile], ...]] = {
+    80: ((64, ChunkTile(64, 8), ChunkTile(32, 8)), (512, ChunkTile(32, 8), ChunkTile(32, 8))),
+    90: (
+        (64, ChunkTile(64, 4), ChunkTile(64, 8)),
+        (128, ChunkTile(64, 4), ChunkTile(64, 8)),
+        (256, ChunkTile(64, 8), ChunkTile(32, 8)),
+        (512, ChunkTile(32, 8), ChunkTile(32, 8)),
+    ),
+    100: (
+        (64, ChunkTile(64, 8), ChunkTile(64, 8)),
+        (128, ChunkTile(64, 8), ChunkTile(64, 8)),
+        (256, ChunkTile(32, 8), ChunkTile(32, 8)),
+        (512, ChunkTile(16, 8), ChunkTile(16, 8)),
+    ),
+}
+"""By the least capability, and the largest head: a chunk's tiles, and those over codes, which take registers until they
+are multiplied, as Blackwell's sums do, which are read back for each tile. None spills a register. On Hopper four
+warps took four fifths of what eight did (docs/performance.md): two programs compute weights and products in turn."""
+
+
 def chunk_plan(spec: AttentionSpec, generation: int, sinks: bool = False, spans: bool = False) -> dict[str, Any]:
-    """The largest tile that spills no register."""
-    lines = max(_chunk_queries(spec, generation), next_power_of_2(spec.group))
+    """The tile that `CHUNK_TILES` has for a device of this capability."""
+    device = max(least for least in CHUNK_TILES if least <= max(generation, 80))
+    plain, coded = next(tiles for most, *tiles in CHUNK_TILES[device] if spec.shape.head_dim <= most)
+    chosen = plain if spec.shape.codes is None else coded
+    lines = max(chosen.lines, next_power_of_2(spec.group))
     tile = {"SPANS": spans, "PART": PART_TOKENS, "M": lines, "TILE": _tile_tokens(spec)}
-    return _sizes(spec, sinks) | tile | {"num_warps": 8, "num_stages": 2}
-
-
-def _chunk_queries(spec: AttentionSpec, generation: int) -> int:
-    """Codes take registers until they are multiplied, and so do Blackwell's sums, which are read back for each tile."""
-    size = spec.shape.head_dim
-    if size <= 64:
-        return 64
-    if size > 256 and generation >= 100:
-        return 16
-    if size > 256 or generation < 90:
-        return 32
-    roomy = generation < 100 and spec.shape.codes is None
-    return (128 if roomy else 64) if size <= 128 else 64 if roomy else 32
+    return _sizes(spec, sinks) | tile | {"num_warps": chosen.warps, "num_stages": 2}
 
 
 def _tile_tokens(spec: AttentionSpec) -> int:

@@ -62,6 +62,12 @@ def finish_state(total, mix, exists, LARGEST_CODE: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    """The numbers at the pointers; where they are MASKED, 0 beyond the mask."""
+    return tl.load(pointers, mask=mask, other=0.0) if MASKED else tl.load(pointers)
+
+
+@triton.jit
 def attend_span(
     states,
     q,
@@ -90,7 +96,7 @@ def attend_span(
 ):
     """`states` after the tokens from `begin`, a multiple of TILE, to `end`, too: the state of the parts that are over,
     and of the one that is not, of queries q [M, DIMS] at `position` [M]. `blocks` is the row's line of the block table.
-    MASKED: a query sees tokens up to `last` [M], and not all."""
+    MASKED: a query sees tokens up to `last` [M], and not all; others see all, and `end` is a multiple of TILE."""
     before, before_total, before_mix, maximum, total, mix = states
     dim = tl.arange(0, DIMS)[None, :]
     if LARGEST_CODE > 0:
@@ -102,15 +108,21 @@ def attend_span(
             before, before_total, before_mix = merge_states(before, before_total, before_mix, maximum, total, mix)
             maximum, total, mix = empty_state(mix.shape[0], DIMS)
         token = at + tl.arange(0, TILE)
-        valid = token < end
-        block = tl.load(blocks + token // BLOCK_SIZE, mask=valid, other=0)
+        valid = (token < end) if MASKED else (token >= 0)
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(blocks + at // BLOCK_SIZE)
+        elif MASKED:
+            block = tl.load(blocks + token // BLOCK_SIZE, mask=valid, other=0)
+        else:
+            block = tl.load(blocks + token // BLOCK_SIZE)
         line = block * BLOCK_LINES + kv_head * BLOCK_SIZE + token % BLOCK_SIZE
         scale_line = block * SCALE_LINES + kv_head * BLOCK_SIZE + token % BLOCK_SIZE
         inside = valid[:, None] & (dim < HEAD_DIM)
-        key = tl.load(keys + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
+        padded: tl.constexpr = MASKED or DIMS != HEAD_DIM
+        key = _load(keys + line[:, None] * HEAD_DIM + dim, inside, padded).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if LARGEST_CODE > 0:
-            scores = scores * tl.load(scales + 2 * scale_line, mask=valid, other=0.0)[None, :]
+            scores = scores * _load(scales + 2 * scale_line, valid, MASKED)[None, :]
         if CAPPED:
             scores = tl.sigmoid(scores * (2 * scale / softcap)) - 0.5
         most = scores
@@ -126,10 +138,10 @@ def attend_span(
             below = tl.where(seen, below, float("-inf"))
         weights = tl.exp2(below)
         faded = tl.exp2(maximum - base)
-        value = tl.load(values + line[:, None] * HEAD_DIM + dim, mask=inside, other=0.0).to(q.dtype)
+        value = _load(values + line[:, None] * HEAD_DIM + dim, inside, padded).to(q.dtype)
         total = tl.fma(total, faded, _sum_weights(weights))
         if LARGEST_CODE > 0:
-            weights = weights * tl.load(scales + 2 * scale_line + 1, mask=valid, other=0.0)[None, :]
+            weights = weights * _load(scales + 2 * scale_line + 1, valid, MASKED)[None, :]
         mix = tl.dot(weights.to(q.dtype), value, mix * faded[:, None], input_precision="ieee")
         maximum = highest
     return before, before_total, before_mix, maximum, total, mix

@@ -261,10 +261,11 @@ def _plan(rows: int, outputs: int, inputs: int, group: int, invariant: bool = Fa
     blocks = {"BLOCK_ROWS": block, "BLOCK_OUTPUTS": across, "BLOCK_INPUTS": deep, "EVEN": inputs % deep == 0}
     tiles = triton.cdiv(rows, block) * triton.cdiv(outputs, across)
     shared = parts > 1 and (not invariant or tiles < ENOUGH_PROGRAMS)
+    spills = block == deep == 32  # of four warps on Hopper, where the assembler takes 64 registers and eight bytes more
     return blocks | {
         "PARTS": parts,
         "SHARED": shared,
-        "num_warps": 4 if few else 8,
+        "num_warps": 4 if few and not spills else 8,
         "num_stages": 5 if few else 3,
         **_UNFUSED,
     }
