@@ -7,7 +7,7 @@ keeps it open.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -39,7 +39,9 @@ class WriteCoalescer:
     A write that wakes its reader's process costs several times as much as the next ones, that find it awake.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Sized) -> None:
+        """`connections`: those of the event loop that are open."""
+        self._connections = connections
         self._responses: dict[asyncio.Transport, bytes] = {}
         self.parts: list[tuple[asyncio.Transport, bytes]] = []
         """Parts of responses, in their order; always this list. The first of a turn and the last are to be `bound`."""
@@ -47,8 +49,12 @@ class WriteCoalescer:
 
     def write_soon(self, transport: asyncio.Transport, response: bytes) -> None:
         """Write a response when the turn ends or enough wait. Whatever else writes to its connection flushes before."""
-        if transport in self._responses:
+        is_alone = len(self._connections) < 2
+        if is_alone or transport in self._responses:
             self.flush()
+        if is_alone:  # nobody else's response could go with it
+            transport.write(response)
+            return
         self._responses[transport] = response
         self.bound(len(self._responses), _MOST_WAITING)
 
@@ -94,7 +100,7 @@ class HttpServerState(ServerState):
 
     def __init__(self, body_timeout: float = BODY_TIMEOUT, access_log: bool = True) -> None:
         super().__init__()
-        self.coalescer = WriteCoalescer()
+        self.coalescer = WriteCoalescer(self.connections)
         self.body_timeout = body_timeout
         self._access_log = access_log
 
@@ -172,19 +178,13 @@ class Http11Cycle(RequestResponseCycle):
             "state": {},
             "extensions": {_EXTENSION: self},
         }
+        event: Any = MessageEvent()
+        keep_alive = version != "1.0" and connection.parser.should_keep_alive()
         super().__init__(
-            scope,
-            connection.transport,
-            connection.flow,
-            connection.logger,
-            connection.access_logger,
-            state.access_log,
-            state.default_headers,
-            MessageEvent(),  # type: ignore[arg-type]
-            connection.expect_100_continue,
-            version != "1.0" and connection.parser.should_keep_alive(),
+            scope, connection.transport, connection.flow, connection.logger, connection.access_logger,
+            state.access_log, state.default_headers, event, connection.expect_100_continue, keep_alive,
             connection.on_response_complete,
-        )
+        )  # fmt: skip
         self._state, self._loop = state, connection.loop
 
     async def send(self, message: Any) -> None:

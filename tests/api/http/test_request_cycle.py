@@ -27,7 +27,7 @@ def transports(count: int) -> tuple[list[str], list[Transport]]:
 
 
 async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
-    coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
+    coalescer, (sent, [one, other]) = WriteCoalescer(range(2)), transports(2)
     coalescer.write_soon(one, b"1")
     coalescer.write_soon(other, b"2")
     assert not sent
@@ -39,7 +39,7 @@ async def test_answers_wait_for_those_of_the_same_turn_and_no_longer() -> None:
 
 
 async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
-    coalescer, (sent, many) = WriteCoalescer(), transports(20)
+    coalescer, (sent, many) = WriteCoalescer(range(2)), transports(20)
     for each in many:
         coalescer.write_soon(each, b"")
     assert sent == [each.name for each in many[:16]]
@@ -48,7 +48,7 @@ async def test_a_long_turn_keeps_nobody_waiting_for_its_end() -> None:
 
 
 async def test_parts_of_responses_wait_for_more_of_each_other() -> None:
-    coalescer, (sent, many) = WriteCoalescer(), transports(MOST_PARTS + 2)
+    coalescer, (sent, many) = WriteCoalescer(range(2)), transports(MOST_PARTS + 2)
     for transport in many:
         coalescer.write_part(transport, b"")
     assert sent == [transport.name for transport in many[:MOST_PARTS]]
@@ -57,7 +57,7 @@ async def test_parts_of_responses_wait_for_more_of_each_other() -> None:
 
 
 async def test_what_is_to_go_before_is_written_first() -> None:
-    coalescer, (sent, [one, other, third]) = WriteCoalescer(), transports(3)
+    coalescer, (sent, [one, other, third]) = WriteCoalescer(range(2)), transports(3)
     coalescer.write_soon(one, b"1")
     coalescer.flush_for(other)
     assert not sent, "nothing of its own waits"
@@ -74,8 +74,20 @@ async def test_what_is_to_go_before_is_written_first() -> None:
     assert sent[5:] == ["b6"]
 
 
+async def test_an_answer_to_the_only_client_does_not_wait() -> None:
+    connections = ["a", "b"]
+    coalescer, (sent, [one]) = WriteCoalescer(connections), transports(1)
+    coalescer.write_soon(one, b"1")
+    assert not sent
+    connections.pop()
+    coalescer.write_soon(one, b"2")
+    assert sent == ["a1", "a2"]
+    await asyncio.sleep(0)
+    assert sent == ["a1", "a2"]
+
+
 async def test_two_answers_to_one_client_keep_their_order() -> None:
-    coalescer, (sent, [one]) = WriteCoalescer(), transports(1)
+    coalescer, (sent, [one]) = WriteCoalescer(range(2)), transports(1)
     coalescer.write_soon(one, b"1")
     coalescer.write_soon(one, b"2")
     assert sent == ["a1"]
@@ -84,7 +96,7 @@ async def test_two_answers_to_one_client_keep_their_order() -> None:
 
 
 async def test_who_left_is_passed_over() -> None:
-    coalescer, (sent, [one, other]) = WriteCoalescer(), transports(2)
+    coalescer, (sent, [one, other]) = WriteCoalescer(range(2)), transports(2)
     coalescer.write_soon(one, b"1")
     coalescer.write_soon(other, b"2")
     one.closing = True
