@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from charonia.engine.gpu.graph_buckets import GraphKey
 from charonia.engine.gpu.graphs import StaticStep
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
@@ -105,7 +106,8 @@ def test_padded_places_of_a_recorded_pass_have_tokens_that_it_knows() -> None:
     drafting.step({0: (0, 2)}, {0: [70]}, {0: ([60, 9], [0])})
     assert not drafting.model.passes
     numbers = torch.zeros(5, 2, dtype=torch.int32)  # two places of nobody, which read row 0
-    assert drafting.draft.compute_static(StaticStep(numbers, 1, 64))[0].shape == (2, 100)
+    step = StaticStep(numbers, GraphKey(64, adapted=False, most=1, places=2))
+    assert drafting.draft.compute_static(step)[0].shape == (2, 100)
 
 
 def test_what_comes_back_from_the_host_is_computed_if_it_was_when_it_left() -> None:
