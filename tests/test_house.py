@@ -127,7 +127,7 @@ BUDGETS = {
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,
-    "extras/dynamo": 340,
+    "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_340,
     "cli": 2_820,

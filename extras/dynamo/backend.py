@@ -20,7 +20,7 @@ from dynamo.common.backend.publisher import ComponentSnapshot, ZmqSource
 from dynamo.common.backend.run import run
 from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
 from dynamo.common.constants import DisaggregationMode
-from dynamo.llm import exceptions
+from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, exceptions, register_model
 
 from ...core.errors import Cancelled, CharoniaError, ErrorCode, InvalidArgument, NotReady, ServerExiting
 from ...core.request import GenerateChunk, GenerateRequest
@@ -67,6 +67,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
             raise InvalidArgument(
                 f"--disaggregation-mode {role} needs --kv-transfer-config", field="kv_transfer_config"
             )
+        if role != "agg" and options.get("lora_modules"):
+            raise InvalidArgument("adapters are for --disaggregation-mode agg", field="lora_modules")
         self._model, self._role = model, role
         self._hub_id = () if Path(model).exists() else (model,)
         self._sockets = tempfile.TemporaryDirectory(prefix="charonia-dynamo-")
@@ -79,6 +81,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
         self.failure: CharoniaError | None = None
         """Why the model did not load: Dynamo's runtime tells it in words of its own."""
         self._name = ""
+        self._adapters: list[str] = []
+        self._block_size = 0
         self._streams: dict[str, BridgedStream[GenerateChunk]] = {}
         self._reports: asyncio.Task[None] | None = None
         self._publisher: Any = None
@@ -114,28 +118,45 @@ class Backend(LLMEngine):  # type: ignore[misc]
         except CharoniaError as error:
             self.failure = error
             raise
-        [config] = self._server.look(lambda gateway: gateway.model_configs())
-        self._name = config.name
+        [config], adapters = self._server.look(lambda gateway: (gateway.model_configs(), gateway.adapters()))
+        self._name, self._adapters = config.name, [served.adapter.name for served in adapters]
         numbers = await self._numbers()
         self._reports = asyncio.create_task(self._report())
         length = config.parameters.get("max_model_len")
+        self._block_size = int(numbers["tokens_per"])
         return EngineConfig(
             model=self._model,
             served_model_name=self._name,
             model_aliases=[*config.aliases, *self._hub_id],
             llm=LlmRegistration(
                 context_length=None if length is None else int(length),
-                kv_cache_block_size=int(numbers["tokens_per"]),
+                kv_cache_block_size=self._block_size,
                 total_kv_blocks=int(numbers["max"]),
                 max_num_seqs=int(numbers["rows"]),
             ),
         )
 
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Adapters are models of their own to the frontend."""
+        for name in self._adapters:
+            await register_model(
+                ModelInput.Tokens,
+                ModelType.Chat | ModelType.Completions,
+                endpoint,
+                self._model,
+                kv_cache_block_size=self._block_size,
+                runtime_config=ModelRuntimeConfig(),
+                lora_name=name,
+                base_model_path=self._model,
+                worker_type=WorkerType.Aggregated,
+                ignore_weights=True,
+            )
+
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of an answer. Errors are Dynamo's."""
         stream: BridgedStream[GenerateChunk] | None = None
         try:
-            read = read_request(request, context.id(), self._role)
+            read = read_request(request, context.id(), self._role, self._adapters)
             stream = BridgedStream(self._server.running.thread, partial(self._answer, read))
             self._streams[context.id()] = stream
             while True:

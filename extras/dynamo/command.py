@@ -14,6 +14,7 @@ def dynamo(
     /,
     *runtime: Annotated[str, Parameter(allow_leading_hyphen=True)],
     served_model_name: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
+    lora_modules: Annotated[tuple[str, ...], Parameter(negative=(), consume_multiple=True)] = (),
     disaggregation_mode: Role = "agg",
     engine: Annotated[EngineOptions, Parameter("*")] = EngineOptions(),  # noqa: B008
 ) -> int:
@@ -28,6 +29,8 @@ def dynamo(
         --event-plane, --dyn-tool-call-parser, --dyn-reasoning-parser, --custom-jinja-template and others.
     served_model_name
         Names of the model, instead of its directory's: several one after the other.
+    lora_modules
+        Adapters, with --enable-lora, as NAME=DIRECTORY or as vLLM's JSON; several one after the other.
     disaggregation_mode
         What the worker does: all (agg), or with --kv-transfer-config prompts alone (prefill), or answers (decode).
     """
@@ -37,5 +40,6 @@ def dynamo(
         if (error.name or "").partition(".")[0] != "dynamo":
             raise
         raise Unsupported("this needs the package ai-dynamo, which is not installed: pip install ai-dynamo") from None
-    serve_worker(model, engine.given() | {"served_model_name": served_model_name}, disaggregation_mode, runtime)
+    options = engine.given() | {"served_model_name": served_model_name, "lora_modules": lora_modules}
+    serve_worker(model, options, disaggregation_mode, runtime)
     return 0

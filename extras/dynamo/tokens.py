@@ -5,7 +5,7 @@ Knows nothing of ai-dynamo: the fields are those of its `PreprocessedRequest` an
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -33,7 +33,7 @@ _REASONS = {FinishReason.TIMEOUT: "error: the request's time is up", FinishReaso
 """Dynamo's words where they are others."""
 
 
-def read_request(fields: Fields, request_id: str, role: Role) -> GenerateRequest:
+def read_request(fields: Fields, request_id: str, role: Role, adapters: Collection[str] = ()) -> GenerateRequest:
     """The request that a worker of that role makes of Dynamo's.
 
     Raises:
@@ -48,11 +48,13 @@ def read_request(fields: Fields, request_id: str, role: Role) -> GenerateRequest
         if (sampling.get(name) or 1) > 1 or sampling.get(name) is True:
             raise InvalidArgument(f"{name} is not served: Dynamo's contract has one answer to a request", field=name)
     budget = stop.get("max_thinking_tokens")
+    asked = routing.get("lora_name") or fields.get("model") or ""
     return GenerateRequest(
         id=request_id,
         prompt=_token_ids(fields.get("token_ids")),
         sampling=_sampling(sampling, stop, output, role == "prefill"),
         priority=max(0, -(routing.get("priority") or 0)),  # theirs is the higher the more urgent
+        adapter=asked if asked in adapters else "",
         cache_salt=routing.get("cache_salt") or "",
         guided_decoding=_constraint(sampling.get("guided_decoding")),
         reads_answer=bool(fields.get("require_reasoning")) or budget is not None,

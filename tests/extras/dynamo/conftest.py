@@ -82,6 +82,11 @@ class WorkerMetrics:
         self.callbacks.append(callback)
 
 
+async def _register(model_input: str, model_type: int, endpoint: list[Any], path: str, **fields: Any) -> None:
+    """The endpoint is a list of what is served there."""
+    endpoint.append({"input": model_input, "type": model_type, "path": path, **fields})
+
+
 def _modules() -> dict[str, dict[str, Any]]:
     errors = ("InvalidArgument", "Unknown", "EngineShutdown", "HttpError")
     exceptions = {name: type(name, (Exception,), {}) for name in errors}
@@ -94,7 +99,14 @@ def _modules() -> dict[str, dict[str, Any]]:
         "dynamo.common.backend.run": {"run": None},
         "dynamo.common.configuration.groups.runtime_args": flags,
         "dynamo.common.constants": {"DisaggregationMode": _Mode},
-        "dynamo.llm": {"exceptions": type("exceptions", (), exceptions)},
+        "dynamo.llm": {
+            "exceptions": type("exceptions", (), exceptions),
+            "register_model": _register,
+            "ModelInput": _Record(Tokens="tokens"),
+            "ModelType": _Record(Chat=1, Completions=2),
+            "WorkerType": _Record(Aggregated="aggregated"),
+            "ModelRuntimeConfig": _Record,
+        },
     }
 
 

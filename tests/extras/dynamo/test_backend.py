@@ -70,6 +70,12 @@ async def live(backend: Any) -> None:
         [source] = await backend.kv_event_sources()
         assert source.values[0].startswith("ipc://")
         assert await backend.is_quiescent()
+        backend._adapters, served = ["pirate"], list[Any]()
+        await backend.on_endpoint_ready(served)
+        [adapter] = served
+        assert (adapter["lora_name"], adapter["type"], adapter["kv_cache_block_size"]) == ("pirate", 3, 16)
+        assert adapter["path"] == adapter["base_model_path"]
+        backend._adapters.clear()
 
         answer = await chunks(backend, Context(), stop_conditions={"max_tokens": 3})
         assert [token for chunk in answer for token in chunk["token_ids"]] == [8, 9, 10]
@@ -164,6 +170,7 @@ def test_events_are_heard_where_they_are_published(given: dict[str, Any], heard:
     [
         ({"data_parallel_size": 2}, "agg", [], "start as many workers"),
         ({}, "prefill", [], "needs --kv-transfer-config"),
+        ({"kv_transfer_config": "{}", "lora_modules": ("a=/a",)}, "decode", [], "adapters are for"),
         ({}, "agg", ["--endpoint", "dyn://a.b"], "NAMESPACE.COMPONENT.ENDPOINT"),
         ({"max_model_len": "many"}, "agg", [], "max-model-len"),
         ({"kv_events_config": '{"enable_kv_cache_events": true, "endpoint": "tcp://h:9"}'}, "agg", [], "must be bound"),

@@ -42,6 +42,13 @@ def test_what_is_left_out_is_the_models() -> None:
     assert read(routing={"priority": 5}).priority == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "adapter"), [({"model": "a"}, "a"), ({"routing": {"lora_name": "a"}}, "a"), ({}, "")]
+)
+def test_an_adapter_is_the_model_that_is_asked_for(fields: dict[str, Any], adapter: str) -> None:
+    assert read_request({"token_ids": [5], "model": "m", **fields}, "r1", "agg", ["a"]).adapter == adapter
+
+
 def test_token_ids_may_be_packed() -> None:
     assert read(token_ids=b"\x05\0\0\0\xff\x01\0\0").prompt == (5, 511)
 
