@@ -14,7 +14,7 @@ _MOST_BYTES = 2 << 30
 _RETRY_AFTER = 1.0
 _TOGETHER = 8
 """Encoded windows that wait for no more of them."""
-_LONGEST_WAIT = 5.0
+_LONGEST_WAIT = 20.0
 """Seconds that one waits for others."""
 
 
