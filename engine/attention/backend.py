@@ -78,6 +78,8 @@ class AttentionBackend(ABC):
     """A rank's paged cache of keys and values, and attention over it. Backends in torch have heads of any number and
     size, and blocks without padding."""
 
+    adds_by_distance: ClassVar[bool] = False
+    """Whether it serves layers with `distances`."""
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float16, torch.float32), range(1, 4097)
     )
@@ -92,6 +94,8 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
         """Whether the backend can serve what every layer keeps, given that all in `supports` fits."""
+        if not cls.adds_by_distance and any(kind.distances for kind in spec.attention):
+            return False
         return all(cls.supports_shape(shape, spec.heads) for shape in set(spec.shapes))
 
     @classmethod

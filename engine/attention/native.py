@@ -32,6 +32,7 @@ class NativeAttention(AttentionBackend):
     """A cache for each width of strips, uint8 [strips, blocks, width]; a layer's part of a block is tiles of 16 tokens
     and one head."""
 
+    adds_by_distance: ClassVar[bool] = True
     supports: ClassVar[BackendSupport] = BackendSupport(
         ("cpu",), (torch.bfloat16, torch.float32), range(TILE_TOKENS, 4097, TILE_TOKENS), ("auto", "int8")
     )
@@ -64,7 +65,7 @@ class NativeAttention(AttentionBackend):
         sizes = spec.heads, kv_heads, shape.key_size, spec.block_size, kind.window or 0
         scale = kind.scale or shape.key_size**-0.5
         codes = dtype, stored, latent, kind.both_ways
-        params = AttentionParams(*sizes, *codes, 0, scale, kind.softcap or 0.0)
+        params = AttentionParams(*sizes, *codes, 0, kind.distances, scale, kind.softcap or 0.0)
         params.block_bytes = spec.block_size // TILE_TOKENS * shape.heads * params.tile_bytes
         return params
 

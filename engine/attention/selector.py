@@ -39,9 +39,12 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
     chosen = next((backend for backend in capable if _supports_heads(backend, spec)), None)
     if chosen == capable[0]:
         return _create(chosen, spec)
-    refused = next(s for s in spec.shapes if not BACKENDS[capable[0]].supports_shape(s, spec.heads))
-    heads = f"{spec.heads} heads on {refused.heads} with keys of {refused.key_size} and values of {refused.value_size}"
-    refusal = f"attention {capable[0]!r} can't do {heads}"
+    refused = next((s for s in spec.shapes if not BACKENDS[capable[0]].supports_shape(s, spec.heads)), None)
+    wanted = "additions to scores by distance"
+    if refused is not None:
+        sizes = f"keys of {refused.key_size} and values of {refused.value_size}"
+        wanted = f"{spec.heads} heads on {refused.heads} with {sizes}"
+    refusal = f"attention {capable[0]!r} can't do {wanted}"
     if chosen is None:
         raise InvalidArgument(refusal, field="attention")
     if chosen == "reference":

@@ -87,6 +87,7 @@ class ReferenceAttention(AttentionBackend):
     float32, one sequence at a time. Its steps are `StoredTokens`."""
 
     supports: ClassVar[BackendSupport] = AttentionBackend.supports._replace(devices=("cpu", "cuda"))
+    adds_by_distance: ClassVar[bool] = True
 
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__(spec)
@@ -169,21 +170,21 @@ def reference_attention(
     1706.03762, 2305.13245; the window 2310.06825, the cap 2408.00118, the sinks 2508.10925.)"""
     count, heads, head_dim = q.shape
     group = heads // k.shape[1]
-    keys = k.float().repeat_interleave(group, 1)
-    values = v.float().repeat_interleave(group, 1)
+    keys, values = (part.float().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * (attention.scale or head_dim**-0.5)
-    if attention.softcap is not None:
-        scores = attention.softcap * torch.tanh(scores / attention.softcap)
     places = torch.arange(len(k), device=q.device)
     back = torch.arange(start, start + count, device=q.device).unsqueeze(-1) - places
+    if attention.distances and sinks is not None:
+        scores, sinks = scores + sinks[:, back.clamp(0, attention.distances - 1)], None
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
     hidden = back < 0 if ends is None or not attention.both_ways else places >= ends.unsqueeze(-1)
     if attention.window is not None:
         hidden = hidden | (back >= attention.window)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(heads, 1, 1).expand(heads, count, 1)), -1)
-    weights = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hnt,thd->nhd", weights, values).to(q.dtype).flatten(1)
+    return torch.einsum("hnt,thd->nhd", scores.softmax(-1)[..., : len(k)], values).to(q.dtype).flatten(1)
 
 
 MAX_PADDING_RATIO = 1.25
@@ -247,8 +248,7 @@ class TorchSdpaAttention(AttentionBackend):
 
     def _begun(self, slots: Tensor) -> Tensor:
         """The blocks whose first places are among these."""
-        size = self._spec.block_size
-        return slots[slots % size == 0] // size
+        return slots[slots % self._spec.block_size == 0] // self._spec.block_size
 
     def _keep(self, layer: int, slots: Tensor, begun: Tensor, k: Tensor | None, v: Tensor | None) -> None:
         for cache, new in zip(self._layers[layer], (k, v), strict=True):

@@ -203,7 +203,8 @@ class ConfigFields(NamedTuple):
         if (keys := self.real("key_multiplier")) is not None:  # and what keys and queries are made of, twice
             scale = head_dim**-0.5 * keys * (self.real("attention_in_multiplier") or 1.0) ** 2
         full = LayerAttention(None, scale, self.real("attn_logit_softcapping"), self.flag("attention_sinks"))
-        full = full._replace(both_ways=self.flag("attends_both_ways"))
+        distances = self.number("score_distances", 0, least=0)
+        full = full._replace(both_ways=self.flag("attends_both_ways"), distances=distances)
         if hybrid is not None:
             return tuple(full if attends else None for attends in hybrid.attends)
         layers, types = self.layers, self.texts("layer_types")

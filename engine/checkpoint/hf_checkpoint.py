@@ -104,8 +104,26 @@ _TEXT_PREFIXES = {
     "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "decoder.final_layer_norm.": "model.layer_norm.",
+    "shared.": "model.embed_tokens.",
 }
 """Beginnings of tensor names in newer and older checkpoints -> in a checkpoint of the text part alone."""
+
+
+_T5_PARTS = {
+    **{f"0.SelfAttention.{letter}": f"self_attn.{letter}_proj" for letter in "qkvo"},
+    "0.SelfAttention.relative_attention_bias": "self_attn.relative_attention_bias",
+    "0.layer_norm": "self_attn_layer_norm",
+    **{f"1.EncDecAttention.{letter}": f"encoder_attn.{letter}_proj" for letter in "qkvo"},
+    "1.layer_norm": "encoder_attn_layer_norm",
+    "2.DenseReluDense.wi_0": "gate_proj",
+    "2.DenseReluDense.wi_1": "up_proj",
+    "2.DenseReluDense.wi": "up_proj",
+    "2.DenseReluDense.wo": "down_proj",
+    "2.layer_norm": "final_layer_norm",
+}
+"""Parts of a layer of T5's decoder, which its checkpoints number -> as others call them."""
+_T5_PART = re.compile(r"decoder\.block\.(\d{1,9})\.layer\.([012]\.(?:[A-Za-z]+\.)?[a-z_0-9]+?)(?=\.weight$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +217,8 @@ def _deepstack_layers(config: Mapping[str, Any]) -> int:
 
 def text_tensor_name(stored: str) -> str:
     """The name of a text part's tensor in a checkpoint of text alone; other tensors keep their names."""
+    if (part := _T5_PART.match(stored)) is not None:
+        return f"model.layers.{part[1]}.{_T5_PARTS[part[2]]}{stored[part.end() :]}"
     for prefix, own in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

@@ -96,6 +96,7 @@ def _spec(architecture: str, fields: ConfigFields) -> ModelSpec:
         dtype=fields.dtype(),
         deepstack=fields.number("deepstack_layers", 0, least=0),
         encoder=None if fields.defaults.encoder is None else fields.defaults.encoder(fields),
+        distance_buckets=fields.number("relative_attention_num_buckets", 0, least=0) if attention[0] else 0,
     )
 
 
@@ -114,6 +115,7 @@ _OWN_FIELDS = frozenset(
         "most_dense_tokens",
         "query_growth",
         "rotates",
+        "score_distances",
         "sigmoid_router",
     }
 )

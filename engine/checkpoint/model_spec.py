@@ -100,6 +100,8 @@ class LayerAttention(NamedTuple):
     """What the layer keeps of a token; None: as many heads of the model's usual size as the others."""
     both_ways: bool = False
     """Whether places of an image that see one another (`EmbeddedSpan.bidirectional`) do so here."""
+    distances: int = 0
+    """How many distances have learned additions to scores, the last one with all beyond; such a layer has no sinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,12 +329,13 @@ class ModelSpec(DecoderShape):
     latent: LatentSpec | None = None
     """What attention over latents is like, where layers have it."""
     most_dense_tokens: int = 0
-    """Up to so many tokens an indexer chooses all of them to attend to; longer sequences are not computed here. 0:
-    there is no indexer."""
+    """Up to so many tokens an indexer chooses all of them; longer sequences are not computed here. 0: no indexer."""
     shared_blocks: SharedBlocksSpec | None = None
     """The blocks that layers which attend share; None: each has its own."""
     deepstack: int = 0
     """How many of the first layers add rows of their own at the places of images (arXiv 2406.04334)."""
+    distance_buckets: int = 0
+    """Of the distances of `LayerAttention.distances`: those of one bucket share an addition."""
 
     @property
     def shifts_positions(self) -> bool:

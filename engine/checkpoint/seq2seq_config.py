@@ -49,6 +49,59 @@ def _text_encoder(fields: ConfigFields) -> EncoderShape:
     return EncoderShape(*(fields.number(name) for name in names))
 
 
+def _t5_fields(fields: ConfigFields) -> Mapping[str, Any]:
+    config = fields.config
+    width, heads = fields.number("d_model"), fields.number("num_heads")
+    layers = fields.number("num_decoder_layers", fields.number("num_layers"))
+    gated, _, activation = str(config.get("feed_forward_proj")).rpartition("-")
+    if gated not in ("", "gated"):
+        raise fields.unknown(f"feed_forward_proj {config.get('feed_forward_proj')!r} is not supported")
+    scaled = config.get("scale_decoder_outputs")
+    if scaled is None:  # as transformers tells version 1.1, whose configs say that nothing is tied
+        scaled = config.get("model_type") != "mt5" and config.get("tie_word_embeddings") is not False
+    return {
+        **config,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": fields.number("d_kv"),
+        "intermediate_size": fields.number("d_ff"),
+        "max_position_embeddings": fields.number("n_positions"),
+        "source_vocab_size": fields.number("vocab_size"),
+        "hidden_act": "gelu_new" if gated and activation == "gelu" else activation,
+        "attention_multiplier": 1.0,
+        "score_distances": fields.number("relative_attention_max_distance") + 1,
+        "logits_scaling": sqrt(width) if scaled else None,
+        "rotates": [False] * layers,
+        "mlp_matrices": 3 if gated else 2,
+        "rms_norm_eps": fields.real("layer_norm_epsilon"),
+        "tie_word_embeddings": True,
+    }
+
+
+def _t5_encoder(fields: ConfigFields) -> EncoderShape:
+    return EncoderShape(*(fields.number(name) for name in ("n_positions", "d_model", "source_vocab_size")))
+
+
+def _of_t5(**absent: Any) -> ArchitectureDefaults:
+    """`absent`: what differs from T5."""
+    usual = {
+        "d_ff": 2048,
+        "d_kv": 64,
+        "d_model": 512,
+        "feed_forward_proj": "relu",
+        "layer_norm_epsilon": 1e-6,
+        "n_positions": 512,
+        "num_heads": 8,
+        "num_layers": 6,
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": 32,
+        "vocab_size": 32128,
+    }
+    return ArchitectureDefaults(absent=usual | absent, translate=_t5_fields, encoder=_t5_encoder)
+
+
 def _of_text(**absent: Any) -> ArchitectureDefaults:
     """A model whose encoder reads text; `absent`: what differs from BART."""
     usual = {
@@ -68,8 +121,12 @@ SEQ2SEQ: dict[str, ArchitectureDefaults] = {
     "BartForConditionalGeneration": _of_text(),
     "M2M100ForConditionalGeneration": _of_text(activation_function="relu", scale_embedding=True, vocab_size=128112),
     "MBartForConditionalGeneration": _of_text(),
+    "MT5ForConditionalGeneration": _of_t5(
+        d_ff=1024, feed_forward_proj="gated-gelu", num_heads=6, num_layers=8, vocab_size=250112
+    ),
     "MarianMTModel": _of_text(vocab_size=58101),
     "PegasusForConditionalGeneration": _of_text(),
+    "T5ForConditionalGeneration": _of_t5(),
     "WhisperForConditionalGeneration": ArchitectureDefaults(
         absent={
             "activation_function": "gelu",

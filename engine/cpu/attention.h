@@ -34,11 +34,12 @@ enum { MOST_QUERIES = 16384, MOST_HEAD = 576 };
 
 /* The parameters of layers that attend alike; attention.py has the same fields. `window` 0: all; `cap` 0: none. `latent`
    0: keys and values are apart; else `kv_heads` are the parts that query heads are divided into. `spans` 0: a token sees
-   nothing behind itself; else up to the step's `ends`. `block_bytes`: from one block of a layer to the next. */
+   nothing behind itself; else up to the step's `ends`. `block_bytes`: from one block of a layer to the next. `distances`
+   0: none; else the scores of keys so far back have additions of their own, all farther ones that of the last. */
 struct attention_params {
     int64_t heads, kv_heads, head_dim, block_size, window;
     int64_t kind, stored; /* of queries and what comes out; of the cache: F32, BF16 or S8 */
-    int64_t latent, spans, block_bytes;
+    int64_t latent, spans, block_bytes, distances;
     float scale, cap;
 };
 
@@ -75,7 +76,8 @@ static inline int64_t all_see_to(const struct attention_params *m, const struct 
 
 /* One layer's part of a step. Without `keys` nothing is written. Strides in elements between tokens; `cos_sin` [lines,
    2, rotary_dim / 2] for the first `rotary_dim` numbers of a head, of latents those behind values, or none; `sinks` [heads]
-   or none: for each query head the score of a token that it always sees, whose value is 0; `group`: the layer's. */
+   or none: for each query head the score of a token that it always sees, whose value is 0; of layers with distances the
+   additions to scores instead, [heads, distances]; `group`: the layer's. */
 struct attention_call {
     const void *queries, *keys, *values;
     int64_t query_stride, key_stride, value_stride;

@@ -28,7 +28,7 @@ class AttentionParams(ctypes.Structure):
     """`struct attention_params`: how layers of one kind attend."""
 
     _fields_ = struct_fields(
-        "l heads kv_heads head_dim block_size window kind stored latent spans block_bytes", "f scale cap"
+        "l heads kv_heads head_dim block_size window kind stored latent spans block_bytes distances", "f scale cap"
     )
 
     @property

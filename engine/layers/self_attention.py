@@ -46,6 +46,8 @@ class AttentionProjections(NamedTuple):
     """Queries' norm is called q_ and this, keys' k_ and this."""
     sinks: bool = False
     """Each query head has a learned score of nothing (arXiv 2309.17453, 2508.10925)."""
+    near: Tensor | None = None
+    """What is added to scores by distance, float32 [heads, distances] of all heads (arXiv 1910.10683)."""
 
 
 class SelfAttention:
@@ -115,6 +117,8 @@ class SelfAttention:
             self._normed_heads = sum(map(len, weights))
         self._growth = build_query_growth(spec, loader.context.max_positions)
         self._sinks = loader.floats(f"{name}.sinks", spec.heads)[heads] if projections.sinks else None
+        if projections.near is not None:
+            self._sinks = projections.near[heads]
         heads_size = spec.heads * size
         outputs = spec.hidden_size
         out = f"{name}.{projections.out}"

@@ -28,7 +28,8 @@ class StepAttention(Protocol):
     ) -> Tensor:
         """Queries [N, heads, key_size], keys [N, kv_heads, key_size] and values [N, kv_heads, value_size], or none
         where keys have them -> [N, heads * value_size]. `sinks`, float32 [heads], is given for a layer whose
-        `LayerAttention` has sinks, and for no other."""
+        `LayerAttention` has sinks, and of a layer with distances float32 [heads, distances], what is added to
+        scores."""
 
     def apply_rope_and_attend(
         self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None

@@ -50,6 +50,7 @@ from .nemotron_h import build_nemotron_h
 from .olmo import build_exaone4, build_olmo
 from .qwen3_5 import build_qwen3_5
 from .seq2seq import build_bart, build_m2m, build_marian, build_mbart, build_pegasus, build_whisper
+from .t5 import build_t5
 from .zamba2 import build_zamba2
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "LlamaForCausalLM": build_llama,
     "M2M100ForConditionalGeneration": build_m2m,
     "MBartForConditionalGeneration": build_mbart,
+    "MT5ForConditionalGeneration": build_t5,
     "Mamba2ForCausalLM": build_mamba2,
     "MambaForCausalLM": build_mamba,
     "MarianMTModel": build_marian,
@@ -105,6 +107,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "SeedOssForCausalLM": build_seed_oss,
     "SmolLM3ForCausalLM": build_llama,
     "SolarOpenForCausalLM": build_glm4_moe,
+    "T5ForConditionalGeneration": build_t5,
     "WhisperForConditionalGeneration": build_whisper,
     "Zamba2ForCausalLM": build_zamba2,
 }

@@ -135,7 +135,8 @@ def create_cross_cache(
     if shape.encoder is None or not isinstance(decoder, NativeDecoder):
         return None
     sizes = shape.heads, shape.kv_heads, shape.head_dim, BLOCK_SIZE
-    kinds = (LayerAttention(both_ways=True),) * len(decoder.cross)
+    first = shape.cached_attention[0]
+    kinds = (LayerAttention(scale=None if first is None else first.scale, both_ways=True),) * len(decoder.cross)
     stored = config.cache.dtype
     kernels = config.attention in ("auto", "native") and library.supports(context.dtype, context.device)
     if stored == "auto" and context.quantization == "int8" and kernels:

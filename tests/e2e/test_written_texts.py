@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, MarianConfig
+from transformers import AutoModelForSeq2SeqLM, MarianConfig, T5Config
 
 from charonia.telemetry.scrape import Interval, Scrape, parse_scrape
 from charonia.tokenization.tokenizer import Tokenizer
@@ -95,6 +95,24 @@ def test_prompts_are_read_by_the_encoder(writing: Server, model: Any) -> None:
     grown = Interval(before, scrape(writing))
     assert grown.grown("charonia_prompt_tokens_total", "marian") == read
     assert grown.grown("charonia_tower_images_total", "marian") == len({*map(tuple, sources)})
+
+
+@pytest.mark.proof
+def test_t5_writes_what_transformers_writes(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": READ, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0, initializer_factor=3.0)
+    own: Any = AutoModelForSeq2SeqLM.from_config(config).float().eval()
+    own.save_pretrained(tmp_path / "t5")
+    write_tokenizer(tmp_path / "t5")
+    source = [7, 9, 30, 200, 11, *range(50, 90)]
+    ids = own.generate(torch.tensor([source]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=1)
+    with serving(tmp_path / "t", str(tmp_path / "t5"), "--dtype", "float32") as server:
+        body = {"model": "t5", "prompt": source, "max_tokens": 30, "return_token_ids": True, **GREEDY}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["token_ids"] == ids[0, 1:].tolist()
+        assert len({*answer["choices"][0]["token_ids"]}) > 3
+        assert server.stop() == 0, server.said
 
 
 @pytest.mark.proof

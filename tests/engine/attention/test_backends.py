@@ -34,8 +34,10 @@ class Story:
         self.groups = 1 + max(place.group for place in spec.layer_places)
         self.tables: dict[int, list[list[int]]] = {}
         self.history: dict[tuple[int, int], list[torch.Tensor]] = {}
+        sizes = [(spec.heads, *((v.distances,) if v.distances else ())) for v in spec.attention]
         self.sinks = [
-            2 * torch.randn(spec.heads, generator=self.generator) if v.sinks else None for v in spec.attention
+            2 * torch.randn(size, generator=self.generator) if v.sinks or v.distances else None
+            for size, v in zip(sizes, spec.attention, strict=True)
         ]
         attention.allocate(blocks)
 
@@ -107,9 +109,12 @@ def exact(
     for head in range(q.shape[1]):
         mine, keys, values = (t.double() for t in (q[:, head], k[:, head // group], v[:, head // group]))
         scores = mine @ keys.T * (view.scale or 1 / math.sqrt(q.shape[-1]))
+        if view.distances and sinks is not None:
+            back = torch.arange(start, start + len(q))[:, None] - torch.arange(len(k))
+            scores = scores + sinks[head].double()[back.clamp(0, view.distances - 1)]
         scores = scores if view.softcap is None else view.softcap * (scores / view.softcap).tanh()
         scores = scores.masked_fill(~seen, -math.inf)
-        if sinks is not None:
+        if sinks is not None and not view.distances:
             scores = torch.cat((scores, sinks[head].double().expand(len(q), 1)), -1)
             values = torch.cat((values, torch.zeros(1, values.shape[1])))
         out[:, head] = scores.softmax(-1) @ values
@@ -150,7 +155,8 @@ def able(name: str, shape: CacheSpec) -> bool:
     supports = BACKENDS[name].supports
     if name == "triton" and shape.dtype == torch.bfloat16:
         return False  # the interpreter multiplies their bit patterns
-    return shape.dtype in supports.dtypes and shape.block_size in supports.block_sizes
+    held = shape.dtype in supports.dtypes and shape.block_size in supports.block_sizes
+    return held and BACKENDS[name].supports_heads(shape)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -194,6 +200,17 @@ def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
         LayerAttention(6, 0.3, sinks=True),
         LayerAttention(None, 0.3, 1.5, sinks=True),
     )
+    shape = spec_for(name, attention=views, dtype=dtype)
+    if not able(name, shape):
+        pytest.skip("the backend does not do this")
+    story = Story(create_backend(name, shape), shape)
+    assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_layers_with_additions_by_distance(name: str, dtype: torch.dtype) -> None:
+    """Beside one without, with a window and a cap."""
+    views = (LayerAttention(None, 1.0, distances=9), PLAIN, LayerAttention(6, 0.3, 1.5, distances=40))
     shape = spec_for(name, attention=views, dtype=dtype)
     if not able(name, shape):
         pytest.skip("the backend does not do this")

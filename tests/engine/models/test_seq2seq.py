@@ -32,6 +32,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_T5: dict[str, Any] = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 32,
+    "d_ff": 96,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 2,
+    "initializer_factor": 2.0,
+}
+RELATIVE: dict[str, dict[str, Any]] = {
+    "t5": _T5,
+    "t5-untied": _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": _T5,
+}
+"""Those whose scores have additions by distance."""
+
+
 class Written(NamedTuple):
     directory: Path
     model: Any
@@ -41,6 +59,8 @@ class Written(NamedTuple):
 
 def written(family: str, directory: Path) -> Written:
     torch.manual_seed(5)
+    if family in RELATIVE:
+        return relative(family, directory)
     config = CONFIG_MAPPING[family](
         vocab_size=384,
         d_model=64,
@@ -66,6 +86,26 @@ def written(family: str, directory: Path) -> Written:
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
     model.save_pretrained(directory)
+    return with_prompts(directory, model)
+
+
+def relative(family: str, directory: Path) -> Written:
+    config = CONFIG_MAPPING[family.partition("-")[0]](vocab_size=384, d_model=64, pad_token_id=1, **RELATIVE[family])
+    model: Any = AutoModelForSeq2SeqLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or "relative" in name:
+                weight.normal_(mean=float("norm" in name), std=0.3 if "norm" in name else 1.5)
+    if family == "t5-untied":
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(384, 64) / 8)
+    model.save_pretrained(directory)
+    if family == "t5-untied":
+        weights = load_file(directory / "model.safetensors")
+        save_file({**weights, "lm_head.weight": model.lm_head.weight.detach()}, directory / "model.safetensors")
+    return with_prompts(directory, model)
+
+
+def with_prompts(directory: Path, model: Any) -> Written:
     with torch.inference_mode():
         sources = [
             model.get_encoder()(torch.randint(4, 384, (1, length))).last_hidden_state[0].contiguous()
@@ -105,8 +145,8 @@ def more(*cases: tuple[str, str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        *((family, "auto") for family in ("bart", "marian", "m2m_100")),
-        *more(("mbart", "auto"), ("pegasus", "auto")),
+        *((family, "auto") for family in ("bart", "marian", "m2m_100", "t5", "t5-untied")),
+        *more(("mbart", "auto"), ("pegasus", "auto"), ("mt5", "auto"), ("t5", "reference"), ("mt5", "reference")),
         *more(*((family, backend) for family in FAMILIES for backend in ("torch", "reference"))),
     ],
 )
