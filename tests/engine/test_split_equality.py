@@ -199,6 +199,9 @@ def one_rank(threads: ModuleType, config: Callable[..., EngineConfig]) -> Callab
     return ask
 
 
+SLIDING_MODELS = "olmo3", "gemma2", "gemma3", "gemma4", "gpt-oss", "phi3"
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize(
@@ -221,8 +224,8 @@ def test_greedy_tokens_are_those_of_one_rank(
     assert sum(events.outcome.cached.values()) >= 2 * BLOCK
     # Where all layers have windows, no sequence grows beyond what it was admitted for.
     assert (events.preemptions > 0) == (name != "phi3")
-    # Where all layers of a stage slide, so few blocks hold two steps' tokens.
-    assert events.outcome.most_in_flight == split.stages - (name == "olmo3" and split.stages == 3)
+    # Where layers slide, so few blocks hold two steps' tokens.
+    assert events.outcome.most_in_flight == split.stages - (name in SLIDING_MODELS and split.stages == 3)
 
 
 def texts(outcome: LoopResult, *left: int) -> dict[int, list[int]]:
