@@ -74,7 +74,7 @@ def keep(backend: Any, row: int, length: int, dtype: torch.dtype) -> None:
     keys = tokens(row, 0, length, dtype)[:, -1]
     keys[:, LATENT:] = angles.rotate(keys[:, None, LATENT:])[:, 0]
     blocks = backend.device_blocks[-1]
-    lines = blocks[:, 1] if isinstance(backend, TritonLatents) else blocks[:, :, 0]
+    lines = blocks[:, 1] if isinstance(backend, TritonLatents) else blocks
     lines[TABLES[row, place // BLOCK], place % BLOCK] = keys
 
 
