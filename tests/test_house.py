@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 3_720,
     "media": 1_255,
     "scheduler": 2_320,
-    "engine": 29_960,
+    "engine": 29_985,
     "classic_backends": 8_520,
     "ensembles": 1_200,
     "routing": 250,

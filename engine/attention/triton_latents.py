@@ -21,6 +21,7 @@ class TritonLatents(AttentionBackend):
     their values."""
 
     recordable_places = DECODE_PLACES[-1]
+    records_prompts = True
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..step_batch import StepBatch, to_device
+from ..step_batch import StepBatch
+from .row_tiles import lay_recorded_tiles, lay_tiles
 from .runtime import LARGEST_CODES, capability
 
 PART_TOKENS = 256
@@ -164,23 +165,15 @@ def _plan_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor |
     if not len(left):
         return None
     device = batch.token_ids.device
-    tokens = _tokens_of_chunks(spec, device)
-    numbers = -(-batch.counts[left] // tokens)
-    offsets = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * tokens
-    return to_device(np.stack((np.repeat(left, numbers), offsets), 1).astype(np.int32), device)
+    return lay_tiles(left, batch.counts[left], _tokens_of_chunks(spec, device), device)
 
 
 def _plan_recorded_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor:
     """The same of numbers that the device alone has; as many as there may be. Places see none behind themselves."""
-    counts, size = batch.on_device.counts, batch.size
+    counts = batch.on_device.counts
     tokens = _tokens_of_chunks(spec, counts.device)
-    numbers = torch.where(counts > places, torch.div(counts + (tokens - 1), tokens, rounding_mode="floor"), 0)
-    ends = numbers.cumsum(0)
-    tile = torch.arange(size // tokens + min(len(counts), size // (places + 1)), device=counts.device)
-    row = torch.searchsorted(ends, tile, right=True)
-    own = row.clamp(max=len(counts) - 1)
-    offsets = (tile - (ends - numbers)[own]) * tokens
-    return torch.stack((torch.where(row < len(counts), row, -1), offsets), 1).to(torch.int32)
+    lengths = torch.where(counts > places, counts, 0)
+    return lay_recorded_tiles(lengths, tokens, batch.size, batch.size // (places + 1))
 
 
 def _tokens_of_chunks(spec: AttentionSpec, device: torch.device) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cpu.recurrent import ConvolutionColumns
 from .gate import activate
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
-from .state_rows import FEW_TOKENS, TILE_TOKENS, StateRows
+from .state_rows import FEW_TOKENS, TILE_TOKENS, StateMoves, StateRows
 
 
 @triton.jit
@@ -73,6 +73,8 @@ def _convolve_kernel(
     if TILED:
         offset = tl.load(tiles + tl.program_id(0) * 2 + 1)
         index = tl.load(tiles + tl.program_id(0) * 2)
+        if index < 0:
+            return
     count = tl.load(counts + index)
     if offset >= count:
         return
@@ -161,8 +163,7 @@ def specialisations() -> Iterator[Specialisation]:
 
 def _form(kind: str, kernel: int, tokens: int, short: bool) -> Specialisation:
     types = dict.fromkeys(("x", "out", "windows"), f"*{kind}") | dict.fromkeys(("weight", "bias"), "*fp32")
-    moves = "sources", "save_begins", "save_ends", "save_counts", "save_slots"
-    types |= dict.fromkeys(("tiles", "rows", "counts", "first_places", *moves), "*i32")
+    types |= dict.fromkeys(("tiles", "rows", "counts", "first_places", *StateMoves._fields), "*i32")
     types |= dict.fromkeys(("channels", "stride", "inputs", "input_gates", "output_gates"), f"i32{DIVISIBLE}")
     plan: dict[str, Any] = _plan(kernel, tokens)
     options = {"num_warps": plan.pop("num_warps")}

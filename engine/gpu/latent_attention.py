@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..step_batch import DeviceBatch, StepBatch, to_device
+from ..step_batch import DeviceBatch, StepBatch
 from .attention_plan import DECODE_PLACES, PART_TOKENS, PartsPlan, StepTiles, next_power_of_2
 from .attention_span import _sum_weights, empty_state, finish_state, merge_states
 from .decode_attention import _find_states, combine_kernel
+from .row_tiles import lay_recorded_tiles, lay_tiles
 from .runtime import Specialisation
 
 _LINES = 16
@@ -86,6 +87,8 @@ def _latents_kernel(
     if TILED:
         first_line = tl.load(tiles + tl.program_id(0) * 2 + 1)
         index = tl.load(tiles + tl.program_id(0) * 2)
+        if index < 0:
+            return
     count = tl.load(counts + index)
     if first_line >= count * HEADS:
         return
@@ -255,13 +258,13 @@ def plan_latent_tiles(spec: LatentAttentionSpec, batch: StepBatch) -> StepTiles:
     few = counts[counts <= DECODE_PLACES[-1]]
     places = next(places for places in DECODE_PLACES if places >= few.max()) if few.any() else 0
     parts = -(-batch.longest // PART_TOKENS)
+    if (there := batch.on_device).prompts:
+        lines = torch.where(there.counts > places, there.counts * spec.heads, 0)
+        most_rows = there.size // (places + 1)
+        return StepTiles(places, parts, lay_recorded_tiles(lines, _LINES, there.size * spec.heads, most_rows))
     left = np.flatnonzero(counts > places)
-    if not len(left):
-        return StepTiles(places, parts, None)
-    numbers = -(-counts[left] * spec.heads // _LINES)
-    firsts = (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * _LINES
-    tiles = np.stack((np.repeat(left, numbers), firsts), 1).astype(np.int32)
-    return StepTiles(places, parts, to_device(tiles, batch.token_ids.device))
+    tiles = lay_tiles(left, counts[left] * spec.heads, _LINES, batch.token_ids.device) if len(left) else None
+    return StepTiles(places, parts, tiles)
 
 
 def plan_latent_parts(spec: LatentAttentionSpec, rows: int, tiles: StepTiles) -> PartsPlan:

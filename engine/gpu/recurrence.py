@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cpu.recurrent import RecurrenceShape, ScanSteps
 from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
-from .state_rows import StateRows
+from .state_rows import StateMoves, StateRows
 
 _COLUMNS = 16
 """Columns of a program; to be measured."""
@@ -186,8 +186,7 @@ def specialisations() -> Iterator[Specialisation]:
         for shape, corrects in _SHAPES:
             types = dict.fromkeys(("x", "gates", "out"), f"*{kind}")
             types |= dict.fromkeys(("rates", "bias", "skip", "matrices"), "*fp32")
-            moves = "sources", "save_begins", "save_ends", "save_counts", "save_slots"
-            types |= dict.fromkeys(("rows", "counts", "first_places", *moves), "*i32")
+            types |= dict.fromkeys(("rows", "counts", "first_places", *StateMoves._fields), "*i32")
             types |= dict.fromkeys(("x_stride", "queries", "keys", "values", "decay_column"), f"i32{DIVISIBLE}")
             types |= {"gates_stride": "i32", "beta_column": "i32"}
             types |= dict.fromkeys(("scale", "least", "most"), "fp32")

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..step_batch import DeviceBatch, StepBatch, to_device, upload_columns
+from ..step_batch import DeviceBatch, StepBatch, upload_columns
 from ..step_states import StepStates
+from .row_tiles import lay_recorded_tiles, lay_tiles
 
 FEW_TOKENS = 8
 """Tokens of rows that are a tile each."""
@@ -36,9 +37,9 @@ class StateRows(NamedTuple):
     batch: DeviceBatch
     moves: StateMoves
     most: int
-    """The most tokens that a row may have."""
+    """The most tokens that a row may have, if they are one tile."""
     tiles: Tensor | None
-    """int32 [T, row and offset] of TILE_TOKENS tokens; None: a row's tokens are one tile."""
+    """int32 [T, row and offset] of TILE_TOKENS tokens, row -1 for nobody; None: a row's tokens are one tile."""
 
     @property
     def tile_tokens(self) -> int:
@@ -54,11 +55,9 @@ def place_states(batch: StepBatch, states: StepStates, moves: StateMoves | None 
     device = batch.token_ids.device
     if moves is None:
         moves = StateMoves(*upload_columns([*states.pack(max(len(batch.rows), len(states.saves)))], device))
-    most = int(batch.counts.max())
-    tiles = None
-    if most > FEW_TOKENS:
-        numbers = -(-batch.counts // TILE_TOKENS)
-        offsets = np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-        owners = np.repeat(np.arange(len(numbers)), numbers)
-        tiles = to_device(np.stack((owners, offsets * TILE_TOKENS), 1).astype(np.int32), device)
-    return StateRows(batch.on_device, moves, most, tiles)
+    there, most, tiles = batch.on_device, int(batch.counts.max()), None
+    if there.prompts:
+        tiles = lay_recorded_tiles(there.counts, TILE_TOKENS, there.size, there.size)
+    elif most > FEW_TOKENS:
+        tiles = lay_tiles(np.arange(len(batch.rows)), batch.counts, TILE_TOKENS, device)
+    return StateRows(there, moves, most, tiles)

@@ -39,7 +39,7 @@ def record_decode_steps(
     if obstacle is None:
         most = min(1 + config.most_drafts, computer.attention.recordable_places)
         prompts = 0
-        if computer.attention.records_prompts and computer.stores.states is None:
+        if computer.attention.records_prompts:
             prompts = min(config.graph_prompt_tokens, config.scheduler.max_num_batched_tokens)
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters, prompts)
         computer.graphs = DecodeGraphs(computer.compute_static, buckets, context.device, record)

@@ -126,8 +126,9 @@ def test_no_bit_depends_on_cuts_and_company(
     assert torch.equal(torch.cat(found), whole)
 
 
-def test_padded_rows_and_places_touch_nothing(short_parts: Any) -> None:
-    """As a recorded step has them: of four rows and eight places two and six count. Their parts are shared out."""
+@pytest.mark.parametrize("prompts", [False, True])
+def test_padded_rows_and_places_touch_nothing(short_parts: Any, prompts: bool) -> None:
+    """As a recorded step has them, which may have parts of prompts: of four rows and eight places two and six count."""
     shape = spec()
     backend, right = made(shape), made(shape)
     for own in (backend, right):
@@ -137,8 +138,8 @@ def test_padded_rows_and_places_touch_nothing(short_parts: Any) -> None:
     numbers = torch.zeros(4, 4, dtype=torch.int32)
     numbers[:, :2] = torch.tensor([*step, [0, 1]])
     numbers[3, 2:] = 6
-    bounds = np.zeros(4), np.full(4, 120), np.full(4, 8)
-    there = DeviceBatch(*numbers, TABLES, 8)
+    bounds = np.zeros(4), np.full(4, 120), np.full(4, 1 if prompts else 8)
+    there = DeviceBatch(*numbers, TABLES, 8, prompts=prompts)
     padded = StepBatch(*bounds, torch.zeros(3, 1, dtype=torch.int32), TABLES, BLOCK, there)
     rows = [tokens(0, 40, 41, torch.float32), tokens(1, 3, 8, torch.float32), tokens(2, 0, 2, torch.float32)]
     angles = TorchRotary(RopeSpec(), ROTATED, LONGEST, torch.float32, CPU)(padded.positions)

@@ -155,9 +155,10 @@ def test_no_bit_depends_on_cuts_and_company(
         assert torch.equal(mine[2], theirs[2])
 
 
+@pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_padded_rows_and_places_touch_nothing(kernels: dict[str, ModuleType], form: str) -> None:
-    """As a recorded step has them: of four rows and eight places two and six count."""
+def test_padded_rows_and_places_touch_nothing(kernels: dict[str, ModuleType], form: str, prompts: bool) -> None:
+    """As a recorded step has them, which may have parts of prompts: of four rows and eight places two and six count."""
     _, layer = FORMS[form](kernels, form)
     step = Step([3, 1], [4, 2], [1, 5], [3, 7], [(1, 2, 8)])
     x = random(8, 3 * CHANNELS)
@@ -167,8 +168,8 @@ def test_padded_rows_and_places_touch_nothing(kernels: dict[str, ModuleType], fo
     numbers[:, :2] = torch.tensor([step.rows, step.starts, step.counts, [0, 1]])
     numbers[3, 2:] = 6
     tables = torch.zeros(ROWS, 1, dtype=torch.int64)
-    there = DeviceBatch(*numbers, tables, 8)
-    bounds = np.zeros(4), np.full(4, 50), np.full(4, FEW_TOKENS)
+    there = DeviceBatch(*numbers, tables, 8, prompts=prompts)
+    bounds = np.zeros(4), np.full(4, 50), np.full(4, 1 if prompts else FEW_TOKENS)
     batch = StepBatch(*bounds, torch.zeros(ROWS, 1, dtype=torch.int32), tables, 16, there)
     moves = StateMoves(*torch.from_numpy(StepStates(step.sources, step.saves).pack(4)))
     recorded = StepSlotStates([kept], batch, StepStates([]), LayerStates([], []))
