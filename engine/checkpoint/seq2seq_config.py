@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
-from .config_fields import ArchitectureDefaults, ConfigFields
+from .config_fields import MOST_PARTS, ArchitectureDefaults, ConfigFields
 from .encoder_shape import EncoderShape
 
 
@@ -53,6 +53,11 @@ def _t5_fields(fields: ConfigFields) -> Mapping[str, Any]:
     config = fields.config
     width, heads = fields.number("d_model"), fields.number("num_heads")
     layers = fields.number("num_decoder_layers", fields.number("num_layers"))
+    parts = ("num_buckets", "max_distance")
+    buckets, farthest = (fields.number(f"relative_attention_{part}", most=MOST_PARTS) for part in parts)
+    if buckets < 2 or farthest <= buckets // 2:
+        ends = f"relative_attention_num_buckets {buckets} and relative_attention_max_distance {farthest}"
+        raise fields.error(f"{ends}: there must be 2 or more, half of them for less than that distance")
     gated, _, activation = str(config.get("feed_forward_proj")).rpartition("-")
     if gated not in ("", "gated"):
         raise fields.unknown(f"feed_forward_proj {config.get('feed_forward_proj')!r} is not supported")
@@ -71,7 +76,7 @@ def _t5_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "source_vocab_size": fields.number("vocab_size"),
         "hidden_act": "gelu_new" if gated and activation == "gelu" else activation,
         "attention_multiplier": 1.0,
-        "score_distances": fields.number("relative_attention_max_distance") + 1,
+        "score_distances": farthest + 1,
         "logits_scaling": sqrt(width) if scaled else None,
         "rotates": [False] * layers,
         "mlp_matrices": 3 if gated else 2,
