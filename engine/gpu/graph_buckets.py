@@ -124,8 +124,11 @@ class GraphBuckets(NamedTuple):
         return self.rows[-1] if key.prompts else key.places
 
     def logits_of(self, key: GraphKey) -> int:
-        """The most places with logits of a bucket's steps."""
-        return key.places if not key.prompts else self.rows[-1] if key.most == 1 else self.lines
+        """The most places with logits of a bucket's steps. With parts of prompts not all have some; as many as there
+        are places would be all places, in their order."""
+        if not key.prompts:
+            return key.places
+        return min(self.rows[-1] if key.most == 1 else self.lines, key.places - 1)
 
     def find(self, step: StepExtent) -> GraphKey | None:
         """The bucket of a step; None for one that is too large."""

@@ -272,6 +272,13 @@ def test_replayed_steps_are_transformers(setting: Setting, ahead: int) -> None:
     assert setting.preemptions
 
 
+def test_more_drafts_than_places_beside_a_prompt_are_right(setting: Setting) -> None:
+    """In the smallest bucket, which has fewer places than any step has logits."""
+    setting.set_pace(1.0)
+    found = run(setting, 0, {2: [0]}, SomeRight([*zip(setting.prompts, setting.right, strict=True)]))
+    assert found == expected(setting, found)
+
+
 CANCELLED = st.dictionaries(st.integers(0, 40), st.lists(st.integers(0, 11), max_size=3), max_size=6)
 
 
@@ -640,6 +647,8 @@ def test_buckets_reach_the_limits() -> None:
     assert len(with_adapters.keys) == 6 + 10 + 11 + 10
     assert with_adapters.bytes == (6 + 10 + 2 * (11 + 10)) * GRAPH_BYTES
     assert GraphBuckets.of_limits(300, 4096, 5).places == 1024
+    with_prompts = GraphBuckets.of_limits(64, 4096, prompt_places=300)
+    assert {with_prompts.logits_of(key) for key in with_prompts.keys if key.prompts} == {63, 64}, "fewer than places"
     with_prompts = GraphBuckets.of_limits(20, 4096, prompt_places=300)
     assert with_prompts.prompts == (64, 128, 192, 256, 300)
     assert [key.places for key in with_prompts.usual_keys if key.prompts] == [300, 256, 192, 128, 64]
