@@ -49,8 +49,8 @@ def _transfers(interval: ModelInterval) -> Iterator[CacheAccount]:
     evidence |= {name: interval.gauge(f"charonia_kv_transfer_{name}") for name in ("waiting", "held_blocks")}
     parts = []
     if came := evidence["received"]:
-        each = f"{evidence['received_bytes'] / 1e6:,.1f} MB in {evidence['seconds']:.2f} s"
-        parts.append(f"{came:.0f} prompts came from other servers, {each}")
+        size = f"{evidence['received_bytes'] / 1e6:,.1f} MB in {evidence['seconds']:.2f} s"
+        parts.append(f"{came:.0f} prompts came from other servers, {size}")
     if evidence["failed"]:
         parts.append(f"{evidence['failed']:.0f} did not come, or not whole, as the log says")
     if evidence["waiting"]:

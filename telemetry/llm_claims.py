@@ -219,19 +219,19 @@ def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -
 
 
 def _preparation_claims(interval: ModelInterval) -> Iterator[TimeClaim]:
-    """The time from arrival until the engine has the request, less that of the model's load: images', then texts'."""
+    """The time from arrival until the engine has the request, less that of the model's load: media's, then texts'."""
     took = interval.grown("nv_inference_compute_input_duration_us") / 1e6
     loads = interval.whole.grown("charonia_load_wait_seconds_total", model=interval.model.name)
     seconds = max(took - loads, 0.0)
     decoding, encoding = (interval.grown(f"charonia_{name}_seconds_total") for name in ("media", "tower"))
-    if images := min(decoding + encoding, seconds):
+    if media := min(decoding + encoding, seconds):
         waiting, running = (interval.gauge(f"charonia_{name}") for name in ("media_waiting", "tower_running"))
-        what = "images are decoded and encoded"
-        turn = "smaller images; --media-processes up where they wait to be decoded"
+        what = "media are decoded and encoded"
+        turn = "smaller images, shorter sounds or sources; --media-processes up where they wait to be decoded"
         why = f"decoding took {decoding:.2f} s and {waiting:.0f} wait, the tower {encoding:.2f} s and has {running:.0f}"
-        evidence = {"decoding_seconds": decoding, "images_waiting": waiting, "encoding_seconds": encoding}
-        yield TimeClaim(Cause.FRONTEND, images, what, why, turn, evidence)
-    texts = seconds - images
+        evidence = {"decoding_seconds": decoding, "media_waiting": waiting, "encoding_seconds": encoding}
+        yield TimeClaim(Cause.FRONTEND, media, what, why, turn, evidence)
+    texts = seconds - media
     what = "requests are made ready"
     turn = "shorter prompts and simpler schemas, or more cores for the frontend"
     yield TimeClaim(Cause.FRONTEND, texts, what, f"templates, tokens and grammars took {texts:.2f} s", turn)

@@ -184,7 +184,7 @@ def test_unread_tokens_are_the_loops_when_it_is_late() -> None:
     assert first_of(behind | late) is Cause.FRONTEND
 
 
-def test_images_that_wait_are_named_before_texts() -> None:
+def test_media_that_wait_are_named_before_texts() -> None:
     made_ready = {
         "nv_inference_compute_input_duration_us": 9e6,
         'charonia_sequence_seconds_total{state="running"}': 1.0,
@@ -194,6 +194,7 @@ def test_images_that_wait_are_named_before_texts() -> None:
     assert (texts.cause, "templates, tokens" in texts.text) == (Cause.FRONTEND, True)
     first = reports_of(made_ready | images | LANGUAGE)[0].bottlenecks[0]
     assert (first.cause, first.share) == (Cause.FRONTEND, pytest.approx(texts.share))
+    assert "media are decoded and encoded" in first.text
     assert "decoding took 6.00 s and 5 wait, the tower 1.00 s" in first.text
     assert "--media-processes" in first.turn
 
