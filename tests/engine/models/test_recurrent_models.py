@@ -25,6 +25,7 @@ from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
 from charonia.engine.layers.recurrent_state import StateSlots
 from charonia.engine.layers.step_context import StepContext
+from charonia.engine.layers.torch_matmul import quantize_rows
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import StepBatch
 from charonia.scheduler.plan import NewSequence, ResolvedSampling
@@ -34,6 +35,8 @@ NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]
 KIN = ["nemotron-h", "falcon-h1", "mamba", "falcon-mamba", "mamba2", "bamba", "zamba2"]
 """What keeps the states of one of these."""
 SPARSE = ["qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite-hybrid-moe", "nemotron-3"]
+SMALL = ["x_proj", "dt_proj", "in_proj_a", "in_proj_b"]
+"""The matrices of layers that are not quantised."""
 PARTS = ["qwen3.5-image"]
 """The language part of what takes images too."""
 LENGTHS = (130, 1, 23, 64, 100)
@@ -200,15 +203,65 @@ def test_half_precision_is_as_near_as_transformers(
     assert ours < 1.25 * theirs
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 0.7)])
-@pytest.mark.parametrize("name", [*NAMES, "falcon-mamba"])
-def test_quantised_logits_are_near(checkpoint: Callable[..., Path], name: str, quantization: str, most: float) -> None:
+@pytest.fixture(scope="module")
+def quantisable(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint whose logits say something about the codes. Of the tiny Zamba 2's they do not: its sharp attention
+    has no residual stream beside it, and each use of a block makes an error several times as large, bfloat16's too."""
+
+    @cache
+    def make(name: str) -> Path:
+        if name != "zamba2":
+            return checkpoint(name)
+        copy = Path(shutil.copytree(checkpoint(name), tmp_path_factory.mktemp("calm") / name))
+        tensors = load_file(copy / "model.safetensors")
+        for part, factor in {"q_proj": 0.125, ".linear.": 0.05, "mamba.out_proj": 0.5}.items():
+            tensors |= {name: factor * tensor for name, tensor in tensors.items() if part in name}
+        save_file(tensors, copy / "model.safetensors")
+        return copy
+
+    return make
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What int8 with a scale for each of the last dimension's rows makes of x, in float64."""
+    codes, scales = quantize_rows(x)
+    return codes.double() * scales.double().unsqueeze(-1)
+
+
+@torch.inference_mode()
+def logits_in_int8(directory: Path) -> Tensor:
+    """What transformers computes in float64 when both sides of our int8 products are rounded."""
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(directory, dtype=torch.float64)
+    for label, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and label.rsplit(".", 1)[-1] not in SMALL:
+            module.weight = torch.nn.Parameter(rounded(module.weight))
+            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+    return torch.cat([model(tokens[None]).logits[0].float() for tokens in prompts()])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "mamba", "falcon-mamba", "zamba2"])
+def test_int8_logits_are_transformers_in_int8(quantisable: Callable[[str], Path], name: str) -> None:
+    """But for codes that float32 rounds to their neighbours; so they are about as far from what is right."""
+    model = Engine(quantisable(name), torch.float32, "int8")
+    ours = torch.cat([model.whole(tokens) for tokens in prompts()])
+    assert spread(ours, logits_in_int8(quantisable(name))) < 0.05
+    right = torch.cat(right_logits(quantisable(name), torch.float32))
+    assert 1e-4 < spread(ours, right) < 0.25
+
+
+@pytest.mark.parametrize("name", [*NAMES, "falcon-mamba", "zamba2"])
+def test_int4_logits_are_near(quantisable: Callable[[str], Path], name: str) -> None:
     """Random weights of few inputs are hard on four bits."""
-    right = torch.cat(right_logits(checkpoint(name), torch.float32))
-    model = Engine(checkpoint(name), torch.float32, quantization)
-    found = torch.cat([model.whole(tokens) for tokens in prompts()])
-    error = (found - right).pow(2).mean().sqrt() / right.std()
-    assert 1e-4 < error < most
+    right = torch.cat(right_logits(quantisable(name), torch.float32))
+    model = Engine(quantisable(name), torch.float32, "int4")
+    ours = torch.cat([model.whole(tokens) for tokens in prompts()])
+    assert 1e-4 < spread(ours, right) < 0.7
+
+
+def spread(ours: Tensor, right: Tensor) -> float:
+    """The error's share of what logits differ by."""
+    return float((ours - right).pow(2).mean().sqrt() / right.std())
 
 
 @pytest.mark.parametrize("piece", [1, 63, 64, 65])
