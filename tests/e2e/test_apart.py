@@ -22,8 +22,13 @@ from .models import write_model
 from .serving import Server, serving
 from .sidecar import Sidecar
 
-KINDS = {"int8": ("llama", {"kv_cache_dtype": "int8"}), "hybrid": ("qwen3.5", {}), "windows": ("gemma3", {})}
-"""By model: its checkpoint, and parameters."""
+KINDS = {
+    "int8": ("llama", {"kv_cache_dtype": "int8"}),
+    "hybrid": ("qwen3.5", {}),
+    "windows": ("gemma3", {}),
+    "unlike": ("gemma4-small", {}),
+}
+"""By model: its checkpoint, and parameters. Layers of the last that see all have wider heads than those that slide."""
 SALTS = map(str, itertools.count())
 PROMPT = [*range(5, 300, 3), *range(6, 200, 2)]
 TOKEN = "the secret of both servers"

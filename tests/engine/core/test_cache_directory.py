@@ -23,6 +23,9 @@ from charonia.scheduler.sequence import SequenceSpec
 SILENT: Any = SimpleNamespace(report=lambda *_: None)
 PROMPTS = [np.random.default_rng(seed).integers(1, 384, 90, dtype=np.int32) for seed in range(2)]
 SEEDED = ResolvedSampling(temperature=0.8, seed=5)
+LAYERS = [*["sliding_attention"] * 3, "full_attention"] * 2
+UNLIKE = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "num_kv_shared_layers": 1, "global_head_dim": 48}
+"""A block has one layer that sees all, or three of those that slide, whose heads are a third as wide."""
 
 
 def config(checkpoint: Path, directory: str, tensor: int = 1, **cache: object) -> EngineConfig:
@@ -73,14 +76,18 @@ def answers(config: EngineConfig, prompts: Sequence[np.ndarray] = PROMPTS) -> tu
         ("llama", {}, 80),
         ("llama", {"dtype": "int8"}, 80),
         ("gemma3", {}, 80),
+        ("gemma4", {}, 80),
+        ("unlike", {}, 80),
+        ("unlike", {"dtype": "int8"}, 80),
         ("qwen3.5", {"state_fraction": 0.5}, 64),
     ],
 )
 def test_a_warm_start_says_the_same(
     checkpoint: Callable[..., Path], tmp_path: Path, name: str, cache: dict[str, object], found: int
 ) -> None:
-    plain, _ = answers(config(checkpoint(name), "", **cache))
-    shared = config(checkpoint(name), str(tmp_path / "kv"), **cache)
+    model = checkpoint("gemma4-small", **UNLIKE) if name == "unlike" else checkpoint(name)
+    plain, _ = answers(config(model, "", **cache))
+    shared = config(model, str(tmp_path / "kv"), **cache)
     cold, nothing = answers(shared)
     assert (cold, nothing) == (plain, [0, 0])
     warm, cached = answers(shared)
