@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.media import MediaSource
+from ...core.media import MediaKind, MediaSource
 from ...core.model import ModelConfig
 from ...core.request import ChatMessage, Conversation, Prompt, prompt_media
 from .json_body import convert_fields, field_error
@@ -105,31 +105,40 @@ def refuse_unseen(media: Iterable[MediaSource], config: ModelConfig) -> None:
 
 
 class SeenPrompt(NamedTuple):
-    """A prompt without what its model cannot see, and warnings of that."""
+    """A prompt without what its model cannot see or hear, and warnings of that."""
 
     prompt: Prompt
     warnings: tuple[tuple[str, str], ...] = ()
-    """Where the first of a kind was, and what its client is told."""
+    """Where the first of each kind was, and what its client is told."""
 
 
 def describe_unseen(prompt: Prompt, config: ModelConfig) -> SeenPrompt:
-    """The prompt, with a text where a medium stood that the model cannot see."""
+    """The prompt, with a text where a medium stood that the model cannot see or hear."""
     unseen = [medium for medium in prompt_media(prompt) if medium.kind not in config.media]
     if not unseen or not isinstance(prompt, Conversation):
         return SeenPrompt(prompt)
-    messages = tuple(_described(message) if message.media else message for message in prompt.messages)
-    warning = unseen[0].field.rpartition(".")[0], UNSEEN_WARNING.format(unseen[0].kind)
-    return SeenPrompt(msgspec.structs.replace(prompt, messages=messages), (warning,))
+    messages = tuple(_described(message, config.media) if message.media else message for message in prompt.messages)
+    firsts = {medium.kind: medium.field.rpartition(".")[0] for medium in reversed(unseen)}
+    warnings = tuple((firsts[kind], UNSEEN_WARNING.format(kind)) for kind in sorted(firsts))
+    return SeenPrompt(msgspec.structs.replace(prompt, messages=messages), warnings)
 
 
-def _described(message: ChatMessage) -> ChatMessage:
-    lines: list[str] = []
-    begin = 0
+def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
+    """The message with a line for each medium that is not of the kinds that are `seen`."""
+    lines, media, begin = [""], [], 0
     for medium in message.media:
-        lines += [message.content[begin : medium.offset], UNSEEN.format(_described_kind(medium))]
+        lines[-1] += message.content[begin : medium.offset]
         begin = medium.offset
-    lines.append(message.content[begin:])
-    return msgspec.structs.replace(message, content="\n".join(filter(None, lines)), media=())
+        if medium.kind in seen:
+            media.append(msgspec.structs.replace(medium, offset=len(_joined(lines))))
+        else:
+            lines += [UNSEEN.format(_described_kind(medium)), ""]
+    lines[-1] += message.content[begin:]
+    return msgspec.structs.replace(message, content=_joined(lines), media=tuple(media))
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "\n".join(filter(None, lines))
 
 
 def _described_kind(medium: MediaSource) -> str:

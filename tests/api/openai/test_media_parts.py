@@ -180,3 +180,19 @@ async def test_an_agent_goes_on_with_a_model_that_does_not_see(client: httpx.Asy
     assert answer.headers["x-charonia-warning"] == f"messages[0].content[1]: {warning}"
     counted = await ask(client, f"{MESSAGES}/count_tokens", [{"role": "user", "content": [BLOCK]}], "llm")
     assert counted.headers["x-charonia-warning"] == f"messages[0].content[0]: {warning}"
+
+
+async def test_what_a_model_sees_stays_beside_what_it_does_not_hear(client: httpx.AsyncClient, gateway: Any) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
+    picture, text = {"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "so"}
+    unheard = "[audio, audio/wav: it is here, but this model cannot read it]"
+    warning = "this model takes none; the text says that there was one:"
+    given = [{"role": "user", "content": [text, sound, picture, text, picture]}]
+    answer = await ask(client, RESPONSES, given)
+    places = [f"messages[0].content[{index}].image_url" for index in (2, 4)]
+    begins = len(f"so\n{unheard}"), len(f"so\n{unheard}\nso")
+    media = tuple(image(place, begin) for place, begin in zip(places, begins, strict=True))
+    assert message(gateway) == ChatMessage("user", f"so\n{unheard}\nso", media=media)
+    assert answer.headers["x-charonia-warning"] == f"input[0].content[1]: {warning} audio"
+    blind = await ask(client, RESPONSES, given, "llm")
+    assert all(f"{warning} {kind}" in blind.headers["x-charonia-warning"] for kind in ("audio", "image"))
