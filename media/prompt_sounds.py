@@ -68,12 +68,14 @@ class PromptSounds:
         """SHA-256 of what decides, beside the sound, on the result."""
 
     def process(self, samples: Samples) -> ProcessedMedium:
-        """The features of a sound and what stands for it. Raises `InvalidArgument` for one that is too long."""
+        """The features of a sound and what stands for it. Raises `InvalidArgument` for one too short or too long."""
         longest = self._family.longest
         if longest and len(samples) > longest * self.rate:
             seconds = len(samples) / self.rate
             raise InvalidArgument(f"the sound has {seconds:.1f} seconds, and the model hears {longest} at a time")
         features = self._family.features(self._settings, samples)
+        if not features.places:
+            raise InvalidArgument(f"the sound is too short: it has {len(samples)} samples at {self.rate} Hz")
         if self._most and features.places > self._most:
             message = f"the sound takes {features.places} tokens of a prompt, and the model reads {self._most}"
             raise InvalidArgument(message)

@@ -147,9 +147,9 @@ class MediaReader:
 
     def _named(self, source: MediaSource, salt: bytes) -> PreparedMedium:
         medium = self._cache.named(salt, source.uuid)
-        if medium is None:
-            message = f"{source.field}: there is nothing with uuid {source.uuid!r} here (any more): send it whole"
-            raise InvalidArgument(message, field=source.field)
+        if medium is None or medium.kind != source.kind:
+            message = f"there is no {source.kind} with uuid {source.uuid!r} here (any more): send it whole"
+            raise InvalidArgument(f"{source.field}: {message}", field=source.field)
         self._outcomes["cached"] += 1
         return medium
 

@@ -160,11 +160,18 @@ def test_others_say_what_transformers_says(tmp_path: Path, name: str) -> None:
 
 
 def test_what_is_no_sound_is_named(hearing: Server) -> None:
+    named = {"type": "input_audio", "input_audio": {"data": data_of(SOUNDS[1]), "format": "wav"}, "uuid": "heard"}
+    said(hearing, NAME, [{"role": "user", "content": [named]}])
     long = {"type": "input_audio", "input_audio": {"data": data_of(tones(31)), "format": "wav"}}
     for content, complaint in (
         ([long | {"input_audio": {"data": "AAAA", "format": "wav"}}], r"content\[0\].input_audio: the file is"),
         ([long] * 3, r"content\[2\].input_audio: a prompt may have at most 2 of the kind audio"),
         ([long], "the sound has 31.0 seconds, and the model hears 30 at a time"),
+        (
+            [long | {"input_audio": {"data": data_of(SOUNDS[0][:160]), "format": "wav"}}],
+            r"content\[0\].input_audio: the sound is too short: it has 160 samples at 16000 Hz",
+        ),
+        ([{"type": "image_url", "image_url": None, "uuid": "heard"}], "there is no image with uuid 'heard' here"),
         ([{"type": "text", "text": "<|audio|>"}], "1 tokens that stand for parts of sounds"),
     ):
         with pytest.raises(openai.BadRequestError, match=complaint):

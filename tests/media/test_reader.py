@@ -80,7 +80,7 @@ async def test_a_uuid_stands_for_what_came_with_it(reader: MediaReader) -> None:
     sent = await reader.prepare(source(file_of(picture(seed=2)), uuid="u"), context("a"))
     assert await reader.prepare(source(uuid="u"), context("a")) is sent
     for tenant, uuid in (("a", "v"), ("b", "u")):
-        with pytest.raises(InvalidArgument, match=f"there is nothing with uuid '{uuid}' here") as refusal:
+        with pytest.raises(InvalidArgument, match=f"there is no image with uuid '{uuid}' here") as refusal:
             await reader.prepare(source(uuid=uuid), context(tenant))
         assert refusal.value.field == FIELD
 
