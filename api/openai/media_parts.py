@@ -130,15 +130,11 @@ def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
         lines[-1] += message.content[begin : medium.offset]
         begin = medium.offset
         if medium.kind in seen:
-            media.append(msgspec.structs.replace(medium, offset=len(_joined(lines))))
+            media.append(msgspec.structs.replace(medium, offset=len("\n".join(filter(None, lines)))))
         else:
             lines += [UNSEEN.format(_described_kind(medium)), ""]
     lines[-1] += message.content[begin:]
-    return msgspec.structs.replace(message, content=_joined(lines), media=tuple(media))
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "\n".join(filter(None, lines))
+    return msgspec.structs.replace(message, content="\n".join(filter(None, lines)), media=tuple(media))
 
 
 def _described_kind(medium: MediaSource) -> str:
