@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ..core.errors import SentError
-from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue
+from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue, TokenizeRequest
 from ..core.request_context import NO_HINTS, GatewayHints, RequestContext, RequestEnd, SequenceRecord
 from ..core.sampling import SamplingParams
 from ..engine.core.messages import decode_tokens
@@ -101,11 +101,13 @@ class ModelCall(msgspec.Struct, array_like=True, tag="infer", frozen=True):
 
 
 class TextCall(msgspec.Struct, array_like=True, tag="text", frozen=True):
-    """A generation for the request `request`, whose model the hub has acquired and is to answer for as a whole."""
+    """A generation for the request `request`, whose model the hub has acquired and is to answer for as a whole; or its
+    `prompt` alone, whose token ids one chunk answers."""
 
     key: int
     request: int
-    generation: GenerateRequest
+    generation: GenerateRequest | None
+    prompt: TokenizeRequest | None = None
 
 
 class AcquireCall(msgspec.Struct, array_like=True, tag="acquire", frozen=True):

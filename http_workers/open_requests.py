@@ -1,11 +1,14 @@
 """The requests of a worker that have not ended, as the hub has them, with their calls."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 
+from ..core.gateway import ResponseStream
+from ..core.request import GenerateChunk, TokenizeRequest, Usage
 from ..core.request_context import RequestContext
 from ..engine.client.admission import QueueTicket
 from ..repository.model_handle import LoadedModelHandle
-from .messages import CountedText, ResponseNotes
+from .messages import CountedText, ResponseNotes, TextCall
 
 _WINDOW = 16
 """Responses of one stream that may be on their way, unread."""
@@ -74,3 +77,16 @@ class OpenCall:
             self._more = asyncio.Event()
             await self._more.wait()
         self.credit -= 1
+
+
+def text_chunks(handle: LoadedModelHandle, call: TextCall) -> ResponseStream[GenerateChunk]:
+    """The chunks that answer a call."""
+    if call.generation is not None:
+        return handle.generate(call.generation)
+    assert call.prompt is not None
+    return _prompt_tokens(handle, call.prompt)
+
+
+async def _prompt_tokens(handle: LoadedModelHandle, prompt: TokenizeRequest) -> AsyncGenerator[GenerateChunk, None]:
+    ids = (await handle.tokenize(prompt)).ids
+    yield GenerateChunk(text="", token_ids=(), prompt_ids=tuple(ids), usage=Usage(len(ids), 0))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, Self, TypeAlias, TypeVar
 
-from msgspec import Raw
+import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import ResponseStream
@@ -188,7 +188,7 @@ class RemoteModelHandle:
         call = ModelCall(
             key,
             hub.key_of(context),
-            Raw(encode_origin(hub.origin_of(context))),
+            msgspec.Raw(encode_origin(hub.origin_of(context))),
             context.model,
             self._version,
             request.id,
@@ -243,6 +243,9 @@ class TextHandle(RemoteModelHandle):
         self._model = model
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
+        if prompt_media(request.prompt):  # as in `generate`
+            [chunk] = [chunk async for chunk in self._ask_hub(None, request)]
+            request = msgspec.structs.replace(request, prompt=chunk.prompt_ids)
         tokens = await self._model.tokenize(request)
         self.context.finish()
         return tokens
@@ -255,9 +258,14 @@ class TextHandle(RemoteModelHandle):
     def _generate_in_hub(self, request: GenerateRequest) -> ResponseStream[GenerateChunk]:
         """Have the hub answer a request as a whole."""
         self.context.id = request.id
+        return self._ask_hub(request)
+
+    def _ask_hub(
+        self, generation: GenerateRequest | None, prompt: TokenizeRequest | None = None
+    ) -> RemoteResponses[GenerateChunk]:
         hub, key = self._hub, self._hub.next_key()
         responses = hub.calls[key] = RemoteResponses[GenerateChunk](hub, self, key)
-        hub.send(TextCall(key, hub.key_of(self.context), request))
+        hub.send(TextCall(key, hub.key_of(self.context), generation, prompt))
         return responses
 
 

@@ -55,7 +55,7 @@ from .messages import (
     decode_from_worker,
     decode_origin,
 )
-from .open_requests import OpenCall, OpenRequest
+from .open_requests import OpenCall, OpenRequest, text_chunks
 from .response_sender import ResponseSender
 from .sequence_messages import AbortSequence, CancelRequests, SubmitSequence
 from .state_messages import (
@@ -281,7 +281,7 @@ class WorkerSession:
     ) -> None:
         key = call.key
         with self._ended_call(key, opened):
-            async with aclosing(handle.generate(call.generation)) as chunks:
+            async with aclosing(text_chunks(handle, call)) as chunks:
                 async for chunk in chunks:
                     await running.wait_for_reader()
                     self.link.send(TextAnswer(key, chunk, opened.notes()))

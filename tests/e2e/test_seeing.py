@@ -180,6 +180,9 @@ def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[st
         answers = [said(running, NAME) for _ in range(4)]
         assert [answer.choices[0].message.content for answer in answers] == [right(NAME)] * 4
         assert said(running, NAME, stream=True) == right(NAME)
+        asked = {"model": NAME, "messages": CHAT, "return_token_strs": True}
+        counted = httpx.post(f"{running.url}/tokenize", json=asked, timeout=60).json()
+        assert len(counted["tokens"]) == len(counted["token_strs"]) == answers[0].usage.prompt_tokens
         for _ in range(4):
             answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=tensors_of_chat(), timeout=60)
             assert answer.json().get("text_output") == right(NAME), answer.text
