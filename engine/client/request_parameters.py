@@ -128,6 +128,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (),
     "flat_logprobs": (False,),
     "image": (),
+    "audio": (),
     "kv_transfer_params": (),
     "embedding_request": (),
     "return_context_logits": (False,),

@@ -96,6 +96,7 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
         ({"no_such": 5}, "no_such", "unknown parameter 'no_such'"),
         ({"beam_width": 2}, "beam_width", "'beam_width' is not supported yet"),
         ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
+        ({"audio": "AA=="}, "audio", "'audio' is not supported yet"),
         ({"prompt_logprobs": 5}, "prompt_logprobs", "'prompt_logprobs' is not supported yet"),
         ({"stop": True}, "stop", "'stop' must be a string, got a boolean"),
         ({"stop_words": ["a", 1]}, "stop_words", r"'stop_words\[1\]' must be a string, got an integer"),
