@@ -25,6 +25,7 @@ from ..core.request import (
 from ..core.request_context import ExecutionTimes, RequestContext
 from ..engine.client.llm import LlmModel
 from ..engine.client.media_tensors import MEDIA_NAMES
+from ..engine.client.model_media import ModelMedia
 from ..repository.request_validation import validate_request
 from .hub_connection import HubConnection
 from .messages import CancelCall, ModelCall, ResponseNotes, ResponsesRead, SentSequence, TextCall, encode_origin
@@ -316,7 +317,8 @@ class TextModelHere:
         self._served = served
         self._reported = 0, 0.0
         spec = replace(served.parts.spec, connect=lambda on_progress, metrics: engine)
-        self.model = LlmModel(served.config.name, served.config.version, spec, layout=served.parts.layout)
+        media = ModelMedia(plain=served.parts.plain)
+        self.model = LlmModel(served.config.name, served.config.version, spec, layout=served.parts.layout, media=media)
         self.building = asyncio.create_task(self._build())
 
     async def _build(self) -> None:

@@ -123,7 +123,7 @@ BUDGETS = {
     "routing": 250,
     "repository": 4_875,
     "api": 10_415,
-    "http_workers": 2_558,
+    "http_workers": 2_560,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,

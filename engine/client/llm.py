@@ -48,7 +48,7 @@ from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
 from .media_tensors import with_media
-from .model_media import ModelMedia
+from .model_media import ModelMedia, PromptMedia
 from .open_streams import OpenStreams
 from .prompted_transcriber import PromptedTranscriber
 from .task_adapters import TaskAdapters
@@ -65,11 +65,12 @@ _MIN_COUNTED = 65_536
 @dataclass(frozen=True, slots=True)
 class TextModelSpec:
     """A loaded language model for another process, which connects an engine of its own. `spec` makes none, so that all
-    can be pickled."""
+    can be pickled. `plain`: as of `ModelMedia`."""
 
     spec: EngineSpec
     layout: InferLayout
     info: CoreReady
+    plain: PromptMedia | None
 
 
 def _no_engine(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) -> Engine:
@@ -158,7 +159,7 @@ class LlmModel:
         """The loaded model for other processes, which read the same files, whatever the hub has by then."""
         bundle, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
         spec = replace(spec, checkpoint=bundle.checkpoint, tokenizer=bundle.tokenizer_of)
-        return TextModelSpec(spec, self._layout, self._info)
+        return TextModelSpec(spec, self._layout, self._info, self._media.plain)
 
     def stats(self) -> ModelStats:
         total, (used, capacity) = self._metrics.total, self._client.kv_tokens
@@ -247,10 +248,8 @@ class LlmModel:
     @property
     def _adapter_table(self) -> AdapterTable:
         if self._adapters is None:
-            name = self._config.name
-            raise InvalidArgument(
-                f"model '{name}' takes no adapters while it serves: that is enable_lora of our engine"
-            )
+            what = "takes no adapters while it serves: that is enable_lora of our engine"
+            raise InvalidArgument(f"model '{self._config.name}' {what}")
         return self._adapters
 
     async def _load_first_adapters(self) -> None:
@@ -284,8 +283,9 @@ class LlmModel:
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
                 kept = prompt_tokens_to_keep(sampling, info.max_model_len)
                 limit = TokenLimit(info.max_model_len)
-                if media is None and (self._config.media or prompt_media(request.prompt)):
+                if media is None and prompt_media(request.prompt):
                     media = await self._media.read(request.prompt, context, request.cache_salt)
+                media = media or self._media.plain
                 stand_ins = None if media is None else media.text
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]

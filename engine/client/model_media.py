@@ -112,11 +112,23 @@ class PromptMedia(NamedTuple):
 
 class ModelMedia:
     """The media of a model's prompts, from its load to its unload. Without `services` it takes none. `bidirectional`:
-    the places of an image see one another."""
+    the places of an image see one another. `plain`: of a model whose prompts with media go to another process."""
 
-    def __init__(self, services: MediaServices | None = None, bidirectional: bool = False) -> None:
+    def __init__(
+        self, services: MediaServices | None = None, bidirectional: bool = False, plain: PromptMedia | None = None
+    ) -> None:
         self._services = services
         self._bidirectional = bidirectional
+        self._plain = plain
+
+    @property
+    def plain(self) -> PromptMedia | None:
+        """What a prompt without media has; None of a model without a token that stands for some."""
+        if self._services is None or self._services.preparer is None:
+            return self._plain
+        preparer = self._services.preparer
+        tokens = {kind: facts.token_ids[0] for kind, facts in preparer.facts.items() if facts.token_ids}
+        return PromptMedia(_text_of(preparer, ()), tokens) if tokens else None
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -168,28 +180,23 @@ class ModelMedia:
             yield from part.readings()
 
     async def text(self, prompt: Prompt, context: RequestContext) -> MediaText | None:
-        """What stands for the media of a prompt in its text; None as of `read`. Raises as `read`."""
+        """What stands for the media of a prompt in its text, if anything can. Raises as `read`."""
         services = self._checked(prompt_media(prompt))
         if services is None or services.preparer is None:
-            return None
+            return None if self._plain is None else self._plain.text
         return _text_of(services.preparer, await self._prepare(services.preparer, prompt_media(prompt), context))
 
     async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:
-        """Prepare and encode the media of a prompt, together with those of others; None for a model without a token
-        that stands for them. Cancelling it ends all that nobody else waits for. Raises as the parts do, and
-        `InvalidArgument` for media that the model does not take."""
+        """Prepare and encode the media of a prompt, together with those of others; `plain` where it has none.
+        Cancelling it ends all that nobody else waits for. Raises as the parts do, and `InvalidArgument` for media that
+        the model does not take."""
         media = prompt_media(prompt)
-        services = self._checked(media)
-        if services is None or services.preparer is None:
-            return None
-        tokens = {kind: facts.token_ids[0] for kind, facts in services.preparer.facts.items() if facts.token_ids}
-        if not tokens:
-            return None
-        if not media:
-            return PromptMedia(_text_of(services.preparer, ()), tokens)
+        services, plain = self._checked(media), self.plain
+        if not media or plain is None or services is None or services.preparer is None:
+            return plain
         prepared = await self._prepare(services.preparer, media, context)
         encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
-        return PromptMedia(_text_of(services.preparer, prepared), tokens, prepared, encoded, self._bidirectional)
+        return PromptMedia(_text_of(services.preparer, prepared), plain.tokens, prepared, encoded, self._bidirectional)
 
     async def prepare_sound(
         self, sound: MediaSource, context: RequestContext

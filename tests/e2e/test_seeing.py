@@ -187,6 +187,8 @@ def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[st
             answer = httpx.post(f"{running.url}/v2/models/{NAME}/generate", json=tensors_of_chat(), timeout=60)
             assert answer.json().get("text_output") == right(NAME), answer.text
         assert said(running, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
+        with pytest.raises(openai.BadRequestError, match="tokens that stand for parts of images"):
+            said(running, NAME, [{"role": "user", "content": f"an {TOKEN} of words"}])
         assert running.stop() == 0, running.said
 
 
