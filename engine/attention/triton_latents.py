@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_spec import KeyValueShape
+from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..gpu.attention_plan import DECODE_PLACES
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
@@ -25,7 +25,9 @@ class TritonLatents(AttentionBackend):
 
     @classmethod
     def supports_heads(cls, spec: CacheSpec) -> bool:
-        return spec.kv_cache_dtype == "auto" and len(set(spec.shapes)) == 1 and super().supports_heads(spec)
+        sees_all = all(kind._replace(scale=None, kept=None) == LayerAttention() for kind in spec.attention)
+        alike = spec.kv_cache_dtype == "auto" and len(set(spec.shapes)) == 1
+        return alike and sees_all and super().supports_heads(spec)
 
     @classmethod
     def supports_shape(cls, shape: KeyValueShape, heads: int) -> bool:

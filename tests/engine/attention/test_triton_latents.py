@@ -48,6 +48,13 @@ def made(shape: CacheSpec) -> TritonLatents:
     return backend
 
 
+@pytest.mark.parametrize("view", [{"window": 9}, {"softcap": 2.0}, {"sinks": True}, {"both_ways": True}])
+def test_layers_that_see_otherwise_are_no_kernels(view: dict[str, Any]) -> None:
+    kind = LayerAttention(scale=0.3, kept=KEPT)
+    assert TritonLatents.supports_heads(spec())
+    assert not TritonLatents.supports_heads(spec(attention=(kind, kind._replace(**view))))
+
+
 def batch(rows: list[int], starts: list[int], counts: list[int]) -> StepBatch:
     return StepBatch(rows, starts, counts, torch.zeros(3, 1, dtype=torch.int32), TABLES, BLOCK)
 
