@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from ..core.errors import InvalidArgument
+from ..core.regular_files import MAX_TEXT_BYTES, read_regular
 
 MACHINE_FORMAT = "charonia-machine-2"
 """The format of the files that `charonia calibrate` writes."""
@@ -94,7 +95,7 @@ def read_machine_file(path: Path, content: type[FileContent]) -> FileContent:
         InvalidArgument: the file is missing or another, or a number is wrong; the message names the field.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MAX_TEXT_BYTES)
         if (format := msgspec.json.decode(data, type=_FileFormat).format) == MACHINE_FORMAT:
             return msgspec.json.decode(data, type=content)
     except OSError as error:

@@ -98,6 +98,7 @@ def test_calibrates_files_are_read_before_anything_is_loaded(tmp_path: Path) -> 
         ([str(file)], "--machine must be NAME=FILE, got"),
         ([f"demo={file}", f"demo={file}"], "--machine is given twice for 'demo'"),
         ([f"demo={tmp_path}"], "cannot read .*: Is a directory"),
+        (["demo=/dev/zero"], "/dev/zero is no file of charonia calibrate"),
     ):
         with pytest.raises(InvalidArgument, match=error):
             read_rooflines(words)
