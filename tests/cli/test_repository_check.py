@@ -170,8 +170,8 @@ def edit_config(version: Path, **changes: object) -> None:
         ),
         (lambda version: edit_config(version, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
         (
-            lambda version: edit_config(version, architectures=["T5ForConditionalGeneration"]),
-            "T5ForConditionalGeneration",
+            lambda version: edit_config(version, architectures=["UMT5ForConditionalGeneration"]),
+            "UMT5ForConditionalGeneration",
         ),
         (lambda version: (version / "model.safetensors").write_bytes(b"cut"), "truncated"),
         (lambda version: (version / "tokenizer.json").unlink(), "no tokenizer.json"),

@@ -146,7 +146,7 @@ def test_every_name_arrives() -> None:
         speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4),
         per_request_spec_decode_metrics="summary",
         media=MediaConfig(
-            per_prompt={"image": 3, "audio": 1},
+            per_prompt={"image": 3, "audio": 16},
             path="/pictures",
             domains=("a.example", "b.example"),
             max_bytes=1000,
@@ -189,7 +189,7 @@ def test_a_wrong_limit_of_images_is_refused(written: str, problem: str) -> None:
 def test_limits_of_media_are_by_kind() -> None:
     assert engine_config("x", EngineOptions(limit_mm_per_prompt="image=4, video=1")).media.per_prompt == {
         "image": 4,
-        "audio": 1,
+        "audio": 16,
     }
     assert engine_config("x", EngineOptions(limit_mm_per_prompt="audio=0")).media.per_prompt["image"] == 16
 

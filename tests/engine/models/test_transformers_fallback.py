@@ -43,7 +43,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "says"),
     [
-        ("t5", "T5ForConditionalGeneration", {}, "an encoder and a decoder"),
+        ("umt5", "UMT5ForConditionalGeneration", {}, "an encoder and a decoder"),
         ("paligemma", "PaliGemmaForConditionalGeneration", {}, "more than text"),
         ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
         ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
