@@ -12,7 +12,7 @@ ARGS   ?=
 # What the C extension is made of: installing again builds it again.
 KERNELS  := $(wildcard engine/cpu/*.c engine/cpu/*.h engine/cpu/*.inc)
 # The quick ones first: what is broken shows early.
-PROOFS := scheduler cache_events directory apart rollout_guards object_storage pace speculation families schemas reload processes disconnects growth pictures bodies stalls hostile_files kills explain fairness overload soak ranks python_models large_answers pipelines batches analyze
+PROOFS := scheduler cache_events directory apart rollout_guards object_storage pace speculation families schemas reload processes disconnects growth bodies stalls hostile_files kills explain fairness overload soak ranks python_models large_answers pipelines batches analyze pictures
 
 PACKAGES := $(sort $(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
 
