@@ -156,9 +156,10 @@ def _files(checkpoint: Path) -> list[Path]:
 
 def _warm(contender: PeerProcess, work: OfflineOptions, vocab: int, log: Log) -> bool:
     """Whether it generates: a build of a peer may start and then die of the processor it is on."""
+    new = min(work.new, 2)
     try:
         for sequences in (1, max(work.sequences)):
-            contender.generate(prompts(OfflineJob(sequences, work.prompt, 2), vocab, seed=0), 2)
+            contender.generate(prompts(OfflineJob(sequences, work.prompt, new), vocab, seed=0), new)
     except Unavailable as error:
         if contender.spec.name == OURS:
             raise

@@ -74,6 +74,7 @@ class MortalContender:
 
     def __init__(self, entry: PeerSpec, setup: PeerSetup) -> None:
         self.spec = entry
+        self._length = setup.length
 
     def __enter__(self) -> "MortalContender":
         return self
@@ -81,6 +82,7 @@ class MortalContender:
     def __exit__(self, *_: object) -> None: ...
 
     def generate(self, prompts: list[list[int]], new: int) -> None:
+        assert max(map(len, prompts)) + new <= self._length
         if self.spec.name in self.dying:
             raise Unavailable(f"{self.spec.label}: no answer")
 
@@ -93,6 +95,8 @@ def test_a_peer_that_dies_of_its_first_prompts_leaves_the_others_a_comparison(
     with warm_contenders(checkpoint, tmp_path, work, peers, log.append) as field:
         assert [contender.spec.label for contender in field.contenders] == ["charonia int8", "openvino int8"]
     assert log[-1] == "left out: llamacpp int8: no answer"
+    with warm_contenders(checkpoint, tmp_path, OfflineOptions(new=1), [], log.append) as field:
+        assert len(field.contenders) == 2  # a single new token is no more than their length has room for
     monkeypatch.setattr(MortalContender, "dying", {"charonia"})
     with pytest.raises(Unavailable), warm_contenders(checkpoint, tmp_path, work, peers, log.append):
         pass
