@@ -21,7 +21,7 @@ _ONE = tl.constexpr(0x3F800000)
 
 
 @triton.jit
-def _sum_weights(weights):
+def sum_weights(weights):
     """The sum of each line of `weights` [M, TILE], from 0 to 1: by integers, so in any order."""
     units = (weights + 1.0).to(tl.int32, bitcast=True) - _ONE
     return tl.sum(units, 1).to(tl.float32) * _UNIT
@@ -139,7 +139,7 @@ def attend_span(
         weights = tl.exp2(below)
         faded = tl.exp2(maximum - base)
         value = _load(values + line[:, None] * HEAD_DIM + dim, inside, padded).to(q.dtype)
-        total = tl.fma(total, faded, _sum_weights(weights))
+        total = tl.fma(total, faded, sum_weights(weights))
         if LARGEST_CODE > 0:
             weights = weights * _load(scales + 2 * scale_line + 1, valid, MASKED)[None, :]
         mix = tl.dot(weights.to(q.dtype), value, mix * faded[:, None], input_precision="ieee")

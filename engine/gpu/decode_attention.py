@@ -28,7 +28,7 @@ def _kept_states(start, count, run, WINDOW: tl.constexpr, PLACES: tl.constexpr, 
 
 
 @triton.jit
-def _find_states(starts, counts, index, run, capacity, WINDOW: tl.constexpr, PLACES: tl.constexpr, PART: tl.constexpr):
+def find_states(starts, counts, index, run, capacity, WINDOW: tl.constexpr, PLACES: tl.constexpr, PART: tl.constexpr):
     """Where the states of row `index` begin; -1 where it keeps none, since it has few parts, or there is no room in
     `capacity` states."""
     own = _kept_states(tl.load(starts + index), tl.load(counts + index), run, WINDOW, PLACES, PART)
@@ -88,7 +88,7 @@ def decode_kernel(
     group: tl.constexpr = HEADS // KV_HEADS
     if (first_line >= count * group) | (count > PLACES):
         return
-    first = _find_states(starts, counts, index, run, capacity, WINDOW, PLACES, PART)
+    first = find_states(starts, counts, index, run, capacity, WINDOW, PLACES, PART)
     start = tl.load(starts + index)
     length = start + count
     low = _first_part(start, WINDOW, PART)
@@ -157,7 +157,7 @@ def combine_kernel(
     count = tl.load(counts + index)
     if place >= count:
         return
-    first = _find_states(starts, counts, index, run, capacity, WINDOW, PLACES, PART)
+    first = find_states(starts, counts, index, run, capacity, WINDOW, PLACES, PART)
     if first < 0:
         return
     start = tl.load(starts + index)

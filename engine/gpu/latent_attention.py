@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..step_batch import DeviceBatch, StepBatch
 from .attention_plan import DECODE_PLACES, PART_TOKENS, PartsPlan, StepTiles, next_power_of_2
-from .attention_span import _sum_weights, empty_state, finish_state, merge_states
-from .decode_attention import _find_states, combine_kernel
+from .attention_span import empty_state, finish_state, merge_states, sum_weights
+from .decode_attention import combine_kernel, find_states
 from .row_tiles import lay_recorded_tiles, lay_tiles
 from .runtime import Specialisation
 
@@ -105,7 +105,7 @@ def _latents_kernel(
     if not TILED:
         if count > PLACES:
             return
-        first = _find_states(starts, counts, index, run, capacity, 0, PLACES, PART)
+        first = find_states(starts, counts, index, run, capacity, 0, PLACES, PART)
         if (nth > 0) & (first < 0):
             return
     shared = first >= 0
@@ -144,7 +144,7 @@ def _latents_kernel(
             below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
             weights = tl.exp2(tl.where(seen, below, float("-inf")))
             faded = tl.exp2(maximum - base)
-            total = tl.fma(total, faded, _sum_weights(weights))
+            total = tl.fma(total, faded, sum_weights(weights))
             mix = tl.dot(weights.to(latents.dtype), latents, mix * faded[:, None], input_precision="ieee")
             maximum = highest
         if shared:
