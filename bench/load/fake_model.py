@@ -31,14 +31,14 @@ def write_repository(directory: Path, parameters: Mapping[str, object]) -> Path:
     """Make `directory` a repository with the model `fake`; `parameters` join those that make it fake."""
     checkpoint = directory / NAME / "1"
     write_words(checkpoint)
-    (checkpoint / "config.json").write_text("{}")
     write_config(directory / NAME, {"executor": "fake", "fake_vocab_size": VOCAB, **parameters})
     return directory
 
 
 def write_words(checkpoint: Path) -> None:
-    """Write the tokenizer and chat template of a checkpoint."""
+    """Write the tokenizer and chat template of a checkpoint, whose config.json says nothing."""
     checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
     write_tokenizer(checkpoint, VOCAB)
     (checkpoint / "chat_template.jinja").write_text(_TEMPLATE)
 

@@ -58,7 +58,6 @@ PROGRAM = """if True:
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint") / "words"
     write_words(directory)
-    (directory / "config.json").write_text("{}")
     return directory
 
 

@@ -25,7 +25,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without weights."""
     directory = tmp_path_factory.mktemp("checkpoint") / "words"
     write_words(directory)
-    (directory / "config.json").write_text("{}")
     return directory
 
 

@@ -286,7 +286,6 @@ def write_models(directory: Path, names: Collection[str]) -> Path:
     (directory / "holding" / "1" / "pipeline.py").write_text(_HOLDING)
     for name in (name for name in _LANGUAGE if name in names):
         write_words(directory / name / "1")
-        (directory / name / "1" / "config.json").write_text("{}")
         write_config(directory / name, {"executor": "fake", "fake_vocab_size": VOCAB, **_LANGUAGE[name]})
     return directory
 

@@ -130,7 +130,6 @@ def write_models(directory: Path) -> None:
     (directory / "m" / "config.pbtxt").write_text(_MODEL)
     write_repository(directory, {})
     write_words(directory / "other" / "1")
-    (directory / "other" / "1" / "config.json").write_text("{}")
     write_config(directory / "other", {"executor": "fake", "fake_vocab_size": 1024})
 
 

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("stand_in", "copied_children")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint") / "words"
     write_words(directory)
-    (directory / "config.json").write_text("{}")
     return directory
 
 
