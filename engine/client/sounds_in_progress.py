@@ -72,8 +72,8 @@ class WindowsTogether:
     steps than one, and each step that runs beside an encoder on the same cores only keeps it from the next window."""
 
     def __init__(self) -> None:
-        self._encoding = self._waiting = 0
-        self._begin = asyncio.Event()
+        self._encoding = 0
+        self._waiting = set[asyncio.Event]()
 
     @contextmanager
     def encode(self) -> Iterator[None]:
@@ -87,21 +87,22 @@ class WindowsTogether:
                 self._begin_all()
 
     async def gather(self) -> None:
-        """Return when an encoded window may be heard: once no other is being encoded, enough of them wait, or it has
+        """Return when an encoded window may be heard: once no other is being encoded, enough of them wait, or one has
         waited long enough."""
         if not self._encoding:
             return
-        begin = self._begin
-        self._waiting += 1
-        if self._waiting >= _TOGETHER:
+        begin = asyncio.Event()
+        self._waiting.add(begin)
+        if len(self._waiting) == _TOGETHER:
             self._begin_all()
         try:
             await asyncio.wait_for(begin.wait(), _LONGEST_WAIT)
         except TimeoutError:
-            if begin is self._begin:
-                self._begin_all()
+            self._begin_all()
+        finally:
+            self._waiting.discard(begin)
 
     def _begin_all(self) -> None:
-        self._begin.set()
-        self._begin = asyncio.Event()
-        self._waiting = 0
+        for begin in self._waiting:
+            begin.set()
+        self._waiting.clear()

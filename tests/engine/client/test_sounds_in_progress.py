@@ -67,6 +67,18 @@ async def test_one_whose_sound_is_given_up_keeps_no_other() -> None:
     await windows.close()
 
 
+async def test_one_that_is_given_up_while_it_waits_is_not_counted() -> None:
+    windows = Windows()
+    await windows.finish(*range(7))
+    windows.tasks[0].cancel()
+    await windows.finish()
+    await windows.finish(7)
+    assert windows.begun == []
+    await windows.finish(8)
+    assert sorted(windows.begun) == list(range(1, 9))
+    await windows.close()
+
+
 async def test_none_waits_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sounds_in_progress, "_LONGEST_WAIT", 0.01)
     windows = Windows()
