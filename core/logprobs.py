@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import msgspec
 import numpy as np
@@ -159,6 +159,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
         """The likeliest tokens in its place."""
         scored = zip(self.scores.ids, self.scores.values, strict=True)
         return tuple(LikelyToken(token, *self.pieces.piece(token), value) for token, value in scored)
+
+    def by_id(self, rank: int = 0, most: int | None = None) -> dict[str, dict[str, Any]]:
+        """vLLM's form: by its id the token itself, then the `most` likeliest. `rank`: the token's own, if known."""
+        tokens: list[TokenLogprob | LikelyToken] = [self, *self.top[:most]]
+        own = rank or self.scores.rank or None
+        return {
+            str(token.id): {"logprob": token.logprob, "rank": place or own, "decoded_token": token.text}
+            for place, token in enumerate(tokens)
+        }
 
 
 class PromptToken(msgspec.Struct, frozen=True):

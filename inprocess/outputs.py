@@ -111,9 +111,7 @@ def prompt_logprobs(tokens: Sequence[PromptToken]) -> list[dict[int, Logprob] | 
 
 
 def _of_token(token: TokenLogprob, rank: int = 0) -> dict[int, Logprob]:
-    likeliest = {top.id: Logprob(top.logprob, place, top.text) for place, top in enumerate(token.top, 1)}
-    own = {token.id: Logprob(token.logprob, rank or token.scores.rank or None, token.text)}
-    return {**own, **likeliest, **own}
+    return {int(name): Logprob(**scored) for name, scored in token.by_id(rank).items()}
 
 
 def all_finished(outputs: Iterable[CompletionOutput]) -> bool:

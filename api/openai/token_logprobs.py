@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from ...core.logprobs import LikelyToken, PromptToken, TokenLogprob, TokenPiece, json_entry
+from ...core.logprobs import PromptToken, TokenLogprob, TokenPiece, json_entry
 
 JsonObject = dict[str, Any]
 
@@ -67,12 +67,4 @@ def _entry_by_id(piece: Callable[[int], TokenPiece], token: int) -> bytes:
 def prompt_entries(prompt: Sequence[PromptToken], most: int) -> list[JsonObject | None]:
     """vLLM's `prompt_logprobs`: for each token an object by token id, the prompt's own token first, then the `most`
     likeliest; None for the first token of all."""
-    return [None if token.given is None else _ranked(token.given, token.rank, most) for token in prompt]
-
-
-def _ranked(token: TokenLogprob, rank: int, most: int) -> JsonObject:
-    likeliest: list[TokenLogprob | LikelyToken] = [token, *token.top[:most]]
-    return {
-        str(likely.id): {"logprob": likely.logprob, "rank": place or rank, "decoded_token": likely.text}
-        for place, likely in enumerate(likeliest)
-    }
+    return [None if token.given is None else token.given.by_id(token.rank, most) for token in prompt]

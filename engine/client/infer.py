@@ -15,7 +15,6 @@ import orjson
 from ...core.direct_stream import DirectStream, relay
 from ...core.errors import InvalidArgument
 from ...core.gateway import ResponseStream
-from ...core.logprobs import LikelyToken, TokenLogprob
 from ...core.request import (
     GenerateChunk,
     GenerateRequest,
@@ -315,18 +314,9 @@ def vllm_logprobs(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[b
     """For each answer a JSON list as Triton's vLLM backend has it: for each token an object by the ids of itself and of
     the likeliest tokens. It is null without logprobs."""
     return [
-        orjson.dumps(list(map(_by_token_id, chunk.logprobs)) if chunk.logprobs or not chunk.token_ids else None)
+        orjson.dumps([token.by_id() for token in chunk.logprobs] if chunk.logprobs or not chunk.token_ids else None)
         for chunk in chunks
     ]
-
-
-def _by_token_id(token: TokenLogprob) -> dict[str, dict[str, Any]]:
-    ranks = {token.id: token.scores.rank or None, **{likely.id: rank for rank, likely in enumerate(token.top, start=1)}}
-    entries: list[TokenLogprob | LikelyToken] = [token, *token.top]
-    return {
-        str(entry.id): {"logprob": entry.logprob, "rank": ranks[entry.id], "decoded_token": entry.text}
-        for entry in entries
-    }
 
 
 def _texts(chunks: Sequence[GenerateChunk], _: Sequence[float]) -> list[bytes]:

@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument, describe_validation_error
 from ...core.kv_transfer import FIELD, KVTransferParams, parse_kv_transfer
-from ...core.logprobs import LikelyToken, TokenLogprob
+from ...core.logprobs import LikelyToken
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest
 from ...core.sampling import SamplingParams
 from ...core.structured_outputs import only_constraint, parse_structured_outputs
@@ -114,9 +114,8 @@ def chunk_fields(chunk: GenerateChunk) -> dict[str, Any]:
         if any(token.top for token in chunk.logprobs):
             fields["top_logprobs"] = [_top(token.top) for token in chunk.logprobs]
     if chunk.prompt_logprobs:
-        fields["engine_data"] = {
-            "prompt_logprobs": [_prompt_logprobs(token.given, token.rank) for token in chunk.prompt_logprobs]
-        }
+        prompt = [None if token.given is None else token.given.by_id(token.rank) for token in chunk.prompt_logprobs]
+        fields["engine_data"] = {"prompt_logprobs": prompt}
     if chunk.kv_transfer_params is not None:
         fields["disaggregated_params"] = {FIELD: dict(chunk.kv_transfer_params)}
     if chunk.finish_reason is not None:
@@ -136,12 +135,3 @@ def _top(tokens: Sequence[LikelyToken]) -> list[dict[str, Any]]:
         {"rank": rank, "token_id": token.id, "token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
         for rank, token in enumerate(tokens, 1)
     ]
-
-
-def _prompt_logprobs(given: TokenLogprob | None, rank: int) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    scored: list[tuple[int, TokenLogprob | LikelyToken]] = [*enumerate(given.top, 1), (rank, given)]
-    return {
-        str(token.id): {"logprob": token.logprob, "rank": place, "decoded_token": token.text} for place, token in scored
-    }
