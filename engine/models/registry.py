@@ -43,7 +43,6 @@ from .llama import (
     build_seed_oss,
 )
 from .mamba import build_mamba
-from .mamba2 import build_mamba2
 from .minimax_m2 import build_minimax_m2
 from .mtp import MTP_PREFIX
 from .nemotron_h import build_nemotron_h
@@ -85,7 +84,7 @@ ARCHITECTURES: dict[str, Callable[[ModelSpec, WeightLoader], Decoder]] = {
     "M2M100ForConditionalGeneration": build_m2m,
     "MBartForConditionalGeneration": build_mbart,
     "MT5ForConditionalGeneration": build_t5,
-    "Mamba2ForCausalLM": build_mamba2,
+    "Mamba2ForCausalLM": build_mamba,
     "MambaForCausalLM": build_mamba,
     "MarianMTModel": build_marian,
     "MiMoForCausalLM": build_qwen2,
