@@ -88,21 +88,10 @@ def _forms(spec: AttentionSpec, kind: str, sinks: bool) -> Iterator[Specialisati
 
 def _form(kernel: Any, spec: AttentionSpec, kind: str, plan: dict[str, Any], wanted: tuple[str, ...]) -> Specialisation:
     codes = spec.shape.codes
-    fp32 = {"mixes", "sums", "sinks", "scales"}
-    int32 = {"rows", "starts", "counts", "first_places", "tiles", "ends"}
-    types = {}
-    for name in kernel.arg_names:
-        if name in ("keys", "values"):
-            types[name] = f"*{kind if codes is None else CODE_TYPES[codes]}"
-        elif name in ("q", "out"):
-            types[name] = f"*{kind}"
-        elif name in fp32 or name in int32 or name == "block_ids":
-            types[name] = "*fp32" if name in fp32 else "*i32" if name in int32 else "*i64"
-        elif name in ("scale", "softcap"):
-            types[name] = "fp32"
-        elif name in ("table_stride", "q_stride", "run", "capacity"):
-            types[name] = "i32"
-    options: dict[str, int] = {name: plan[name] for name in ("num_warps", "num_stages") if name in plan}
-    constants = {name: value for name, value in plan.items() if name not in options}
+    types = dict.fromkeys(("keys", "values"), f"*{kind if codes is None else CODE_TYPES[codes]}")
+    types |= dict.fromkeys(("q", "out"), f"*{kind}") | dict.fromkeys(("mixes", "sums", "sinks", "scales"), "*fp32")
+    types |= dict.fromkeys(("rows", "starts", "counts", "first_places", "tiles", "ends"), "*i32")
+    types |= dict.fromkeys(("table_stride", "q_stride", "run", "capacity"), "i32") | {"block_ids": "*i64"}
+    types |= dict.fromkeys(("scale", "softcap"), "fp32")
     least = FP8_CAPABILITY if codes == torch.float8_e4m3fn else 80
-    return Specialisation(kernel, types, constants, options, wanted, least)
+    return Specialisation.of_plan(kernel, types, plan, wanted, least)

@@ -147,10 +147,8 @@ def specialisations() -> Iterator[Specialisation]:
     for shape in (*SHAPES, *CODED_SHAPES):
         for kind in ("bf16", "fp16"):
             for rotary in (shape.head_dim, shape.head_dim // 2, 0):
-                plan = _plan(shape, rotary)
-                options = {"num_warps": plan.pop("num_warps")}
                 least = FP8_CAPABILITY if shape.codes == torch.float8_e4m3fn else 80
-                yield Specialisation(_write_kernel, _types(kind, shape), plan, options, least=least)
+                yield Specialisation.of_plan(_write_kernel, _types(kind, shape), _plan(shape, rotary), least=least)
 
 
 def _types(kind: str, shape: CacheShape) -> dict[str, str]:

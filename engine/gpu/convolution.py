@@ -4,7 +4,6 @@ that rows and snapshots keep. A result depends on its own inputs alone, to the b
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -165,8 +164,6 @@ def _form(kind: str, kernel: int, tokens: int, short: bool) -> Specialisation:
     types = dict.fromkeys(("x", "out", "windows"), f"*{kind}") | dict.fromkeys(("weight", "bias"), "*fp32")
     types |= dict.fromkeys(("tiles", "rows", "counts", "first_places", *StateMoves._fields), "*i32")
     types |= dict.fromkeys(("channels", "stride", "inputs", "input_gates", "output_gates"), f"i32{DIVISIBLE}")
-    plan: dict[str, Any] = _plan(kernel, tokens)
-    options = {"num_warps": plan.pop("num_warps")}
     kinds = {"TILED": tokens == TILE_TOKENS, "BIASED": False, "GATED": short, "RESULTS_GATED": short}
-    ordered = {name: types[name] for name in _convolve_kernel.arg_names if name in types}
-    return Specialisation(_convolve_kernel, ordered, kinds | {"ACTIVATED": not short} | plan, options)
+    plan = _plan(kernel, tokens) | kinds | {"ACTIVATED": not short}
+    return Specialisation.of_plan(_convolve_kernel, types, plan)

@@ -241,9 +241,8 @@ def _product(
     if experts % 16:
         types["experts"] = "i32"
     plan = _plan(choose_block_rows(choices, experts, dtype, PlainExpertMatrix.most_rows), group)
-    options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
     flags = {"SCALED": codes is not None, "GROUPED": bool(group)}
-    constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, **flags, **plan}
+    constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, **flags}
     wanted = () if multiplied == "fp32" else ("mma",)
     least = FP8_CAPABILITY if codes == torch.float8_e4m3fn else 80
-    return Specialisation(_experts_kernel, types, constants, options, wanted, least)
+    return Specialisation.of_plan(_experts_kernel, types, constants | plan, wanted, least)

@@ -137,9 +137,8 @@ def specialisations() -> Iterator[Specialisation]:
                 sizes = ({} if single else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
                 types = {"x": f"*{name}", "weight": f"*{name}", "bias": f"*{name}"}
                 types |= {"out": "*fp32" if plan["SHARED"] else f"*{name}", **sizes, "inputs": f"i32{DIVISIBLE}"}
-                options = {option: plan.pop(option) for option in ("num_warps", "num_stages")}
                 wanted = () if kind == torch.float32 else ("mma",)
-                yield Specialisation(_float_kernel, types, {**single, "BIASED": biased, **plan}, options, wanted)
+                yield Specialisation.of_plan(_float_kernel, types, plan | single | {"BIASED": biased}, wanted)
                 if plan["SHARED"]:
                     types = {"parts": "*fp32", "bias": f"*{name}", "out": f"*{name}"} | sizes
                     constants = {**single, "BIASED": biased, "PARTS": plan["PARTS"], "BLOCK": ADDED_OUTPUTS}

@@ -118,6 +118,5 @@ def _grouped_product(
     types |= {"blocks": "*i32", "out": f"*{TRITON_TYPES[dtype]}", "most_blocks": "i32"}
     types |= dict.fromkeys(("experts", "outputs", "inputs", "groups"), f"i32{DIVISIBLE}")
     plan = _grouped_plan(choose_block_rows(choices, experts, dtype, GroupedExpertMatrix.most_rows), group)
-    options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "BITS": bits, "GROUP": group, "ZEROS": zeros, **plan}
-    return Specialisation(_grouped_experts_kernel, types, constants, options, ("mma",))
+    constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "BITS": bits, "GROUP": group, "ZEROS": zeros}
+    return Specialisation.of_plan(_grouped_experts_kernel, types, constants | plan, ("mma",))

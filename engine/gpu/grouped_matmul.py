@@ -308,10 +308,9 @@ def _product(form: GroupedFormat, rows: int, kind: int) -> Specialisation:
     single = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
     types = {"x": f"*{x}", **weight_types(kind), "bias": "*fp32", "out": f"*{x if plan['PARTS'] == 1 else 'fp32'}"}
     types |= ({} if single else {"rows": "i32"}) | dict.fromkeys(("outputs", "inputs", "groups"), f"i32{DIVISIBLE}")
-    options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {**single, "BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False, **plan}
+    plan |= single | {"BITS": form.bits, "GROUP": form.group_size, "ZEROS": kind, "BIASED": False}
     wanted = () if form.x == torch.float32 else ("mma", "cp.async")
-    return Specialisation(_grouped_kernel, types, constants, options, wanted)
+    return Specialisation.of_plan(_grouped_kernel, types, plan, wanted)
 
 
 def _widening(x: torch.dtype, bits: int, group: int, kind: int) -> Specialisation:

@@ -2,7 +2,6 @@
 float32, a program a head. The reference is `layers.head_gate.TorchHeadGate`."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -83,6 +82,5 @@ def specialisations() -> Iterator[Specialisation]:
             types = {"x": f"*{kind}", "gates": f"*{kind}", "weight": "*fp32", "out": f"*{kind}"}
             types |= dict.fromkeys(("heads", "size", "gates_stride", "column"), f"i32{DIVISIBLE}")
             types |= {"weights": "i32", "eps": "fp32"}
-            plan: dict[str, Any] = plan_rows(size)
-            options = {"num_warps": plan.pop("num_warps")}
-            yield Specialisation(_head_gate_kernel, types, dict(zip(kinds, own, strict=True)) | plan, options)
+            plan = plan_rows(size) | dict(zip(kinds, own, strict=True))
+            yield Specialisation.of_plan(_head_gate_kernel, types, plan)

@@ -348,14 +348,7 @@ def specialisations() -> Iterator[Specialisation]:
             data |= {"scale": "fp32"}
             for tiled in (False, True):
                 plan = _plan(spec) | {"TILED": tiled, "PLACES": 0 if tiled else 1}
-                yield _form(_latents_kernel, data, plan, ("mma",))
-            yield _form(combine_kernel, data, _combine_plan(spec, 1))
+                yield Specialisation.of_plan(_latents_kernel, data, plan, ("mma",))
+            yield Specialisation.of_plan(combine_kernel, data, _combine_plan(spec, 1))
             for turns in (False, True):
-                yield _form(_write_latents_kernel, data, _write_plan(spec, turns))
-
-
-def _form(kernel: Any, types: dict[str, str], plan: dict[str, Any], wanted: tuple[str, ...] = ()) -> Specialisation:
-    options: dict[str, int] = {name: plan[name] for name in ("num_warps", "num_stages") if name in plan}
-    constants = {name: value for name, value in plan.items() if name not in options}
-    own = {name: types[name] for name in kernel.arg_names if name in types}
-    return Specialisation(kernel, own, constants, options, wanted)
+                yield Specialisation.of_plan(_write_latents_kernel, data, _write_plan(spec, turns))

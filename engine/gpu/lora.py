@@ -192,6 +192,4 @@ def specialisations() -> Iterator[Specialisation]:
             for kernel, plan in zip((_shrink_kernel, _expand_kernel), _plans(most, True), strict=True):
                 types = dict.fromkeys(kernel.arg_names, f"i32{DIVISIBLE}") | dict.fromkeys(_VARYING, "i32")
                 types |= {"x": f"*{kind}", "out": f"*{kind}", "shrunk": "*fp32", "packed": "*i64"}
-                types = {name: types[name] for name in kernel.arg_names if name not in plan}
-                options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
-                yield Specialisation(kernel, types, plan, options, () if dtype == torch.float32 else ("mma",))
+                yield Specialisation.of_plan(kernel, types, plan, () if dtype == torch.float32 else ("mma",))

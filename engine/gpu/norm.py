@@ -90,6 +90,4 @@ def specialisations() -> Iterator[Specialisation]:
         for size, adds in ((128, False), (1024, True), (4096, False), (4096, True), (16384, True)):
             types = dict.fromkeys(("x", "delta", "weight", "out"), f"*{kind}")
             types |= dict.fromkeys(("size", "row_stride", "heads", "weights"), "i32") | {"eps": "fp32"}
-            plan = plan_rows(size)
-            constants = {"ADDS": adds, "BLOCK": plan.pop("BLOCK")}
-            yield Specialisation(_norm_kernel, types, constants, plan)
+            yield Specialisation.of_plan(_norm_kernel, types, plan_rows(size) | {"ADDS": adds})

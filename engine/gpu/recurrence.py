@@ -190,8 +190,5 @@ def specialisations() -> Iterator[Specialisation]:
             types |= dict.fromkeys(("x_stride", "queries", "keys", "values", "decay_column"), f"i32{DIVISIBLE}")
             types |= {"gates_stride": "i32", "beta_column": "i32"}
             types |= dict.fromkeys(("scale", "least", "most"), "fp32")
-            plan = _plan(shape)
-            options = {"num_warps": plan.pop("num_warps")}
-            ordered = {name: types[name] for name in _recurrence_kernel.arg_names if name in types}
-            constants = {"CORRECTS": corrects, "SKIPS": not corrects} | plan
-            yield Specialisation(_recurrence_kernel, ordered, constants, options)
+            plan = _plan(shape) | {"CORRECTS": corrects, "SKIPS": not corrects}
+            yield Specialisation.of_plan(_recurrence_kernel, types, plan)

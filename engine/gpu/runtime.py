@@ -87,6 +87,22 @@ class Specialisation(NamedTuple):
     most: int = 100
     """The greatest."""
 
+    @classmethod
+    def of_plan(
+        cls,
+        kernel: Any,
+        types: Mapping[str, str],
+        plan: Mapping[str, Any],
+        wanted: tuple[str, ...] = (),
+        least: int = 80,
+    ) -> "Specialisation":
+        """The form of a launch by `plan`, which has the kernel's constants and Triton's options. `types`: in any order,
+        of other kernels' arguments, too."""
+        own = {name: types[name] for name in kernel.arg_names if name in types and name not in plan}
+        constants = {name: value for name, value in plan.items() if name in kernel.arg_names}
+        options = {name: value for name, value in plan.items() if name not in constants}
+        return cls(kernel, own, constants, options, wanted, least)
+
     @property
     def label(self) -> str:
         constants = (f"{name}={value}" for name, value in self.constants.items())

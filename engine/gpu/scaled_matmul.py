@@ -280,10 +280,8 @@ def specialisations() -> Iterator[Specialisation]:
             for size in (4096, 14336, 32768, *groups[1:]):
                 types = {"x": f"*{x}", "codes": f"*{code}", "scales": "*fp32"}
                 types |= {"rows": "i32", "size": f"i32{DIVISIBLE}"}
-                plan = _quantise_plan(size)
-                blocks = {name: plan.pop(name) for name in ("BLOCK_ROWS", "BLOCK")}
-                constants = {"LARGEST_CODE": LARGEST_CODES[kind], **blocks}
-                yield Specialisation(_quantise_kernel, types, constants, plan, least=least)
+                plan = _quantise_plan(size) | {"LARGEST_CODE": LARGEST_CODES[kind]}
+                yield Specialisation.of_plan(_quantise_kernel, types, plan, least=least)
             for group in groups:
                 for rows in (1, 16, 32, 64, 65):
                     yield from _products(kind, group, x, rows, least)
@@ -303,13 +301,12 @@ def _products(
         parts = plan["PARTS"] if plan["SHARED"] else 1
         single = {"rows": 1} if rows == 1 else {}  # a 1 is a constant to Triton
         sizes = ({} if single else {"rows": "i32"}) | {"outputs": f"i32{DIVISIBLE}"}
-        options = {name: plan.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         sums = "i32" if kind == torch.int8 else "fp32"
         out = f"*{x if parts == 1 else sums}"
         types = {"x": f"*{CODE_TYPES[kind]}", "x_scales": "*fp32", "weight": f"*{CODE_TYPES[kind]}", "scales": "*fp32"}
         types |= {"bias": "*fp32", "out": out, **sizes, "inputs": f"i32{DIVISIBLE}"}
         flags = {**single, "BIASED": biased, "GROUPED": group > 0}
-        yield Specialisation(_scaled_kernel, types, flags | plan, options, ("mma",), least)
+        yield Specialisation.of_plan(_scaled_kernel, types, plan | flags, ("mma",), least)
         if parts > 1:
             types = {"parts": f"*{sums}", "x_scales": "*fp32", "scales": "*fp32", "bias": "*fp32", "out": f"*{x}"}
             constants = flags | {"PARTS": parts, "BLOCK": ADDED_OUTPUTS}
