@@ -3,7 +3,7 @@
 The endpoints that read such requests keep it, by keys of their own.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,11 +12,14 @@ from ..core.request import InferRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
 from .infer_call import InferCall
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 _MAX_OUTLINES = 256
 LONGEST_OUTLINE = 4096
 """Bytes of a request beside its tensors, beyond which it is not remembered."""
 
-_DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name not in ("BYTES", "BOOL")}
+OUTLINE_DTYPES = {name: np.dtype(dtype) for name, dtype in NUMPY_TYPES.items() if name not in ("BYTES", "BOOL")}
 """The datatypes whose tensors are as long as their shapes say, and views of the body."""
 
 
@@ -61,21 +64,21 @@ def outline_of(call: InferCall, marks: tuple[bytes, ...] = ()) -> RequestOutline
         request.id
         or call.deferred
         or any(output.memory is not None for output in call.outputs.values())
-        or any(tensor.datatype not in _DTYPES or not tensor.data.size for tensor in inputs)
+        or any(tensor.datatype not in OUTLINE_DTYPES or not tensor.data.size for tensor in inputs)
     ):
         return None
     tensors, offset = [], 0
     for tensor, mark in zip(inputs, (b"", *(marks or (b"",) * (len(inputs) - 1))), strict=True):
         offset += len(mark)
-        dtype = _DTYPES[tensor.datatype]
+        dtype = OUTLINE_DTYPES[tensor.datatype]
         tensors.append(_TensorPlace(tensor.name, tensor.datatype, tensor.shape, dtype, offset, mark))
         offset += tensor.data.nbytes
     bare = msgspec.structs.replace(request, inputs={})
     return RequestOutline(tuple(tensors), offset, msgspec.structs.replace(call, request=bare))
 
 
-def keep_latest(outlines: dict[Any, Any], key: object, outline: object) -> None:
-    """Add to a dict of outlines, from which the oldest goes where there are too many."""
-    if len(outlines) >= _MAX_OUTLINES and key not in outlines:
-        del outlines[next(iter(outlines))]
-    outlines[key] = outline
+def keep_latest(kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Add what an outline is known by, or the outline; the oldest goes where there are too many."""
+    if len(kept) >= _MAX_OUTLINES and key not in kept:
+        del kept[next(iter(kept))]
+    kept[key] = value

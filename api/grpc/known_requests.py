@@ -10,7 +10,7 @@ from ...core.errors import CharoniaError
 from ...core.request import ParameterValue
 from ...processes.client_shared_memory import SharedMemoryRegistry
 from ..infer_call import InferCall
-from ..request_outlines import LONGEST_OUTLINE, RequestOutline, keep_latest, outline_of
+from ..request_outlines import LONGEST_OUTLINE, OUTLINE_DTYPES, RequestOutline, keep_latest, outline_of
 from .messages import parse_infer_message
 from .settings import Caller
 from .wire_format import LARGE_BYTES, ProtoMessage, delimiter, deserialize_infer
@@ -64,6 +64,8 @@ class KnownRequests:
         if not raw or len(raw) != len(message.inputs) or message.parameters:
             return
         if any(tensor.parameters for tensors in (message.inputs, message.outputs) for tensor in tensors):
+            return
+        if any(tensor.datatype not in OUTLINE_DTYPES for tensor in message.inputs):  # before it is parsed for nothing
             return
         marks = [delimiter(_RAW, len(contents)) for contents in raw]
         end = len(data) - sum(map(len, raw)) - sum(map(len, marks[1:]))
