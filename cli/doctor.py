@@ -156,7 +156,7 @@ def _gpus(root: Path, options: ServeOptions) -> Finding:
         return Finding("GPUs", Verdict.SLOW, text, mend)
     if options.engine.enforce_eager:
         text += "; each step is launched kernel by kernel, for --enforce-eager is set"
-        return Finding("GPUs", Verdict.SLOW, text, "leave it out: decode steps are then recorded as CUDA graphs")
+        return Finding("GPUs", Verdict.SLOW, text, "leave it out: steps are then recorded as CUDA graphs")
     return Finding("GPUs", Verdict.GOOD, text)
 
 

@@ -273,9 +273,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariance: bool = False
     """On a GPU products are computed in an order of sums that their rows do not decide; on a CPU they always are."""
     enforce_eager: bool = False
-    """Decode steps are launched kernel by kernel on a GPU, without graphs."""
+    """All steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True
-    """The graphs of usual decode steps are captured before the model is ready."""
+    """The graphs of usual steps are captured before the model is ready."""
     graph_prompt_tokens: int = 2048
     """Steps with parts of prompts have graphs up to so many tokens."""
     ahead_given: bool = False

@@ -68,7 +68,7 @@ class EngineOptions:
     executor: Literal["auto", "inline", "ranks", "fake"] | None = None
     """Who computes: the core itself or rank processes; fake counts instead, to measure everything around the engine."""
     enforce_eager: bool | None = None
-    """Launch decode steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
+    """Launch all steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
     batch_invariance: bool | None = None
     """On a GPU have kernels of ours compute all products, so that no row's result depends on how many are beside it."""
     warm_up_graphs: bool | None = None

@@ -246,7 +246,7 @@ def _step_claims(
     if steps and (uncaptured := eager.pop(EagerReason.NOT_CAPTURED, 0)):
         cold = seconds * min(uncaptured / steps, 1.0)
         seconds -= cold
-        what = "decode steps find no CUDA graph yet"
+        what = "steps find no CUDA graph yet"
         why = f"{uncaptured:.0f} of {steps:.0f} steps were launched without one"
         turn = "--warm-up-graphs, or requests like yours before the server gets its traffic"
         if failed := interval.grown("charonia_graph_capture_failures_total"):

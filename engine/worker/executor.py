@@ -136,7 +136,7 @@ class Executor(Protocol):
         """CUDA graphs that could not be captured; each is tried again later."""
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
-        """Record the decode steps that most requests need, where steps are recorded, before the first request. The
+        """Record the steps that most requests need, where steps are recorded, before the first request. The
         phase is "graphs"; what fails, or is rare, is left to `use_idle_time`."""
 
     def use_idle_time(self) -> None:

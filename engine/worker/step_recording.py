@@ -29,7 +29,7 @@ def record_decode_steps(
     adapters are in it where kernels add them."""
     if config.enforce_eager or not context.shard.is_whole:
         reason = "enforce_eager" if config.enforce_eager else "the model is split"
-        log.info("decode steps are computed without CUDA graphs: %s", reason)
+        log.info("steps are computed without CUDA graphs: %s", reason)
         return
     rows = config.scheduler.max_num_seqs
     adapters = 0
@@ -44,7 +44,7 @@ def record_decode_steps(
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters, prompts)
         computer.graphs = DecodeGraphs(computer.compute_static, buckets, context.device, record)
     else:
-        log.info("decode steps are computed without CUDA graphs: %s", obstacle)
+        log.info("steps are computed without CUDA graphs: %s", obstacle)
     if not isinstance(draft, DraftModel):
         return
     obstacle = _unrecordable(draft.decoder, draft.attention)
@@ -63,6 +63,6 @@ def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:
     if decoder.host_bound:
         return (
             "its experts have biases, adapters or weights that no grouped product takes, and each is computed by itself"
-            ", or its states are computed by torch"
+            ", or its states are computed by torch, or it attends to an encoder's output"
         )
     return None if attention.recordable_places else "the attention reads rows on the host"

@@ -380,7 +380,7 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
         eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
         record_decode_steps(eager, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     assert drafting.computer.graphs is None
-    assert caplog.messages == ["decode steps are computed without CUDA graphs: enforce_eager"]
+    assert caplog.messages == ["steps are computed without CUDA graphs: enforce_eager"]
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padded places hold whatever was there
