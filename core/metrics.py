@@ -57,19 +57,20 @@ class TimeInState:
     """Seconds that things have spent in a state, added up over all of them. `add` changes the number of things in
     it."""
 
-    __slots__ = ("_at", "_clock", "_count", "_seconds")
+    __slots__ = ("_at", "_clock", "_seconds", "count")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._count = 0
+        self.count = 0
+        """Things that are in it now."""
         self._at = clock()
         self._seconds = 0.0
 
     def add(self, change: int) -> None:
         now = self._clock()
-        self._seconds += self._count * (now - self._at)
+        self._seconds += self.count * (now - self._at)
         self._at = now
-        self._count += change
+        self.count += change
 
     def add_seconds(self, seconds: float) -> None:
         """Add seconds that another process measured."""

@@ -87,7 +87,6 @@ class ArrivingTransfers:
         """Of all fetches together."""
         self.waits = TimeInState()
         """Of sequences whose prefix has yet to come."""
-        self._waiting = 0
         self.failed = 0
 
     @property
@@ -96,9 +95,7 @@ class ArrivingTransfers:
         return sum(1 + len(arrival.followers) for arrival in self._arrivals.values() if not arrival.settled)
 
     def _count_waits(self) -> None:
-        waiting = self.waiting
-        self.waits.add(waiting - self._waiting)
-        self._waiting = waiting
+        self.waits.add(self.waiting - self.waits.count)
 
     def add(self, new: NewRequest, remote: RemotePrefix) -> None:
         """Let the prefix of this sequence come. Raises `InvalidArgument` if it can never run."""
