@@ -18,8 +18,6 @@ from ...core.model import ModelConfig
 from ...core.tensor import Tensor, TensorSpec
 
 _PIXELS = "image_pixels"
-_FILES: Mapping[str, MediaKind] = {"image": "image", "audio": "audio"}
-"""Inputs of files, in the order of their media in a text that has no places for them."""
 MEDIA_INPUTS: Mapping[MediaKind, tuple[TensorSpec, ...]] = {
     "image": (
         TensorSpec("image", "BYTES", (-1,), optional=True),
@@ -27,6 +25,7 @@ MEDIA_INPUTS: Mapping[MediaKind, tuple[TensorSpec, ...]] = {
     ),
     "audio": (TensorSpec("audio", "BYTES", (-1,), optional=True),),
 }
+"""By kind, in the order of their media in a text that has no places for them. Files come by the kind's name."""
 MEDIA_NAMES = frozenset(spec.name for specs in MEDIA_INPUTS.values() for spec in specs)
 
 _MOST = 1024
@@ -56,9 +55,9 @@ def read_media(inputs: Mapping[str, Tensor]) -> tuple[MediaSource, ...]:
 
 
 def _media(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
-    for name, kind in _FILES.items():
-        for index, element in enumerate(inputs[name].data.ravel() if name in inputs else ()):
-            field = f"{name}[{index}]"
+    for kind in MEDIA_INPUTS:
+        for index, element in enumerate(inputs[kind].data.ravel() if kind in inputs else ()):
+            field = f"{kind}[{index}]"
             content = element.encode() if isinstance(element, str) else bytes(element)
             if not content:
                 raise InvalidArgument(f"{field} is empty", field=field)
