@@ -34,10 +34,10 @@ def _prefixes(interval: ModelInterval) -> Iterator[CacheAccount]:
     directory = interval.grown("charonia_prefix_cache_directory_hits_total")
     peers = interval.grown("charonia_kv_transfer_received_tokens_total")
     sources = {"the host's memory": host, "the directory": directory, "other servers": peers}
-    named = [f"{count:,.0f} from {place}" for place, count in sources.items() if count]
-    text = f"{percent(hit / asked)} of {asked:,.0f} tokens of prompts were cached{_listed(named)}"
+    parts = [f"{percent(hit / asked)} of {asked:,.0f} tokens of prompts were cached"]
+    parts += [f"{count:,.0f} from {place}" for place, count in sources.items() if count]
     evidence = {"asked": asked, "hit": hit, "host": host, "directory": directory, "other_servers": peers}
-    yield CacheAccount("prefixes", text, evidence)
+    yield CacheAccount("prefixes", ", ".join(parts), evidence)
 
 
 def _transfers(interval: ModelInterval) -> Iterator[CacheAccount]:
@@ -76,7 +76,3 @@ def _retention(interval: ModelInterval) -> Iterator[CacheAccount]:
         text += f"; {displaced:.0f} scopes made room for others" if displaced else ""
         evidence = {"scopes": scopes, "blocks": blocks, "refused_blocks": refused, "displaced_scopes": displaced}
         yield CacheAccount("retention", text, evidence)
-
-
-def _listed(parts: list[str]) -> str:
-    return f", {', '.join(parts)}" if parts else ""
