@@ -113,9 +113,9 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
         return None
     media = engine_config(checkpoint, options, lora_modules).media
     try:
-        encoder = _own_encoder(locate_checkpoint(checkpoint))
-        kinds = media_kinds(locate_checkpoint(checkpoint))
-        kinds = tuple(kind for kind in kinds if encoder or media.per_prompt.get(kind))
+        located = locate_checkpoint(checkpoint)
+        encoder = _own_encoder(located)
+        kinds = tuple(kind for kind in media_kinds(located) if encoder or media.per_prompt.get(kind))
         if not (kinds or encoder):
             return None
         directory = open_checkpoint(checkpoint).directory  # the tower's weights of one of the hub are there then, too
