@@ -188,7 +188,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
 
     async def is_quiescent(self) -> bool:
         """Whether no other worker is to fetch anything from this one."""
-        return not (await self._numbers())["held"]
+        return not (await self._numbers()).get("held")
 
     async def cleanup(self) -> None:
         """End it, whatever of it has begun."""
@@ -217,7 +217,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
     async def _report(self) -> None:
         while True:
             numbers = await self._numbers()
-            if self._publisher is not None and numbers.get("max"):  # it has none while its core is started again
+            if self._publisher is not None and numbers.get("max"):
                 asked = numbers["asked"]
                 self._publisher.publish(
                     0,
@@ -233,7 +233,8 @@ class Backend(LLMEngine):  # type: ignore[misc]
 
     async def _numbers(self) -> dict[str, float]:
         """What the engine tells of its cache: blocks in all (`max`) and `used`, tokens of one (`tokens_per`), `rows`,
-        blocks that are `held` for other workers, tokens that were `asked` for and those that were `hit`."""
+        blocks that are `held` for other workers, tokens that were `asked` for and those that were `hit`. Nothing while
+        its core is started again."""
         return await self._server.running.thread.run_from_loop(self._measure)
 
     async def _measure(self) -> dict[str, float]:

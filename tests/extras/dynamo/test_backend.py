@@ -130,6 +130,15 @@ def test_the_load_is_told_on_when_the_engine_is_back(backend: Any, monkeypatch: 
     asyncio.run(backend.cleanup())
 
 
+def test_nothing_is_held_while_the_engine_is_away(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def read() -> dict[str, float]:
+        return {}
+
+    monkeypatch.setattr(backend, "_numbers", read)
+    assert asyncio.run(backend.is_quiescent())
+    asyncio.run(backend.cleanup())
+
+
 def test_a_worker_that_never_began_is_cleaned_up(backend: Any) -> None:
     asyncio.run(backend.cleanup())
 
