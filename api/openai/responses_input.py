@@ -61,11 +61,15 @@ _TEXT_PARTS = {
 _UNSEEN_PARTS = {"input_image": "image", "image_url": "image", "input_file": "file", "input_audio": "audio"}
 """Parts that a model is told of where it cannot see or hear them: an error would end the session of an agent."""
 
-_IMAGE_FIELDS = frozenset(("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint"))
-_SOUND_FIELDS = frozenset(("type", "input_audio", "prompt_cache_breakpoint"))
+_MEDIA_PARTS = {"input_image": ("image_url", "detail"), "input_audio": ("input_audio",)}
+"""By the type of a content part that is a medium: its fields in a chat, the first of which has it, unless it is a file
+of OpenAI's."""
+_MEDIA_FIELDS = {
+    "input_image": frozenset(("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint")),
+    "input_audio": frozenset(("type", "input_audio", "prompt_cache_breakpoint")),
+}
 _PARTS = ShapeByType(
-    {kind: Shape(_PART_FIELDS) for kind in _TEXT_PARTS}
-    | {"input_image": Shape(_IMAGE_FIELDS), "input_audio": Shape(_SOUND_FIELDS)},
+    dict.fromkeys(_TEXT_PARTS, Shape(_PART_FIELDS)) | {kind: Shape(names) for kind, names in _MEDIA_FIELDS.items()},
     default="text",
 )
 ITEM_SHAPE = ShapeByType(
@@ -207,18 +211,16 @@ class InputMessages:
     def _content(self, content: Any, where: str) -> str | list[JsonObject]:
         """A text or, if there are media in it, the parts of a chat's message, one for each of the content's."""
         parts = content if isinstance(content, list) else []
-        if not any(_is_image(part) or _is_sound(part) for part in parts):
+        if not any(map(_is_medium, parts)):
             return self._text(content, where)
         return [self._chat_part(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
     def _chat_part(self, part: Any, where: str) -> JsonObject:
-        if _is_sound(part):
-            reject_unsupported(part, _SOUND_FIELDS, {}, f"{where}.")
-            return {"type": "input_audio", "input_audio": part["input_audio"]}
-        if not _is_image(part):
+        if not _is_medium(part):
             return {"type": "text", "text": self._part_text(part, where)}
-        reject_unsupported(part, _IMAGE_FIELDS, {}, f"{where}.")
-        return {"type": "image_url", "image_url": part["image_url"], "detail": part.get("detail")}
+        kind = part["type"]
+        reject_unsupported(part, _MEDIA_FIELDS[kind], {}, f"{where}.")
+        return {"type": kind} | {name: part[name] for name in _MEDIA_PARTS[kind] if name in part}
 
     def _text(self, content: Any, where: str) -> str:
         """A text, or the texts of content parts, each from a line of its own on, as in a chat."""
@@ -254,14 +256,10 @@ class InputMessages:
         self.content_fields.append(content_field)
 
 
-def _is_image(part: Any) -> bool:
-    """Whether a part is an image that is there, and no file of OpenAI's."""
-    return isinstance(part, dict) and part.get("type") == "input_image" and part.get("image_url") is not None
-
-
-def _is_sound(part: Any) -> bool:
-    """Whether a part is a sound that is there."""
-    return isinstance(part, dict) and part.get("type") == "input_audio" and part.get("input_audio") is not None
+def _is_medium(part: Any) -> bool:
+    """Whether a part is a medium that is there, and no file of OpenAI's."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in _MEDIA_PARTS and part.get(_MEDIA_PARTS[kind][0]) is not None
 
 
 _listed = ", ".join(_ITEM_FIELDS)
