@@ -49,6 +49,53 @@ class LatentAttentionSpec(NamedTuple):
         return self.latent + self.rotated
 
 
+@triton.jit
+def _attend_latent_span(
+    plain,
+    turned,
+    cache,
+    blocks,
+    begin,
+    end,
+    last,
+    factor,
+    LATENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The states of the tokens from `begin`, a multiple of PART, to `end`, as `attention_span.attend_span` has them: of
+    queries plain [M, DIMS] and turned [M, TURNED], which see tokens up to `last` [M]."""
+    dim = tl.arange(0, plain.shape[1])[None, :]
+    turned_dim = tl.arange(0, turned.shape[1])[None, :]
+    before, before_total, before_mix = empty_state(plain.shape[0], plain.shape[1])
+    maximum, total, mix = empty_state(plain.shape[0], plain.shape[1])
+    for at in range(begin, end, TILE):
+        if at % PART == 0:
+            before, before_total, before_mix = merge_states(before, before_total, before_mix, maximum, total, mix)
+            maximum, total, mix = empty_state(plain.shape[0], plain.shape[1])
+        token = at + tl.arange(0, TILE)
+        valid = token < end
+        block = tl.load(blocks + token // BLOCK_SIZE, mask=valid, other=0)
+        keys = cache + (block * BLOCK_SIZE + token % BLOCK_SIZE)[:, None] * (LATENT + ROTATED)
+        latents = tl.load(keys + dim, mask=valid[:, None] & (dim < LATENT), other=0.0)
+        is_turned = valid[:, None] & (turned_dim < ROTATED)
+        turned_keys = tl.load(keys + LATENT + turned_dim, mask=is_turned, other=0.0)
+        scores = tl.dot(turned, tl.trans(turned_keys), input_precision="ieee")
+        scores = tl.dot(plain, tl.trans(latents), scores, input_precision="ieee")
+        seen = valid[None, :] & (token[None, :] <= last[:, None])
+        highest = tl.maximum(maximum, tl.max(tl.where(seen, scores, float("-inf")), 1) * factor)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
+        weights = tl.exp2(tl.where(seen, below, float("-inf")))
+        faded = tl.exp2(maximum - base)
+        total = tl.fma(total, faded, sum_weights(weights))
+        mix = tl.dot(weights.to(latents.dtype), latents, mix * faded[:, None], input_precision="ieee")
+        maximum = highest
+    return before, before_total, before_mix, maximum, total, mix
+
+
 @triton.jit(do_not_specialize=["run", "capacity"])
 def _latents_kernel(
     q,
@@ -123,30 +170,10 @@ def _latents_kernel(
     blocks = block_ids + tl.load(rows + index).to(tl.int64) * table_stride
     factor = scale * _LOG2E
     for part in range(begin, end, size):
-        before, before_total, before_mix = empty_state(M, DIMS)
-        maximum, total, mix = empty_state(M, DIMS)
-        for at in range(part, tl.minimum(part + size, end), TILE):
-            if at % PART == 0:
-                before, before_total, before_mix = merge_states(before, before_total, before_mix, maximum, total, mix)
-                maximum, total, mix = empty_state(M, DIMS)
-            seen_token = at + tl.arange(0, TILE)
-            valid = seen_token < end
-            block = tl.load(blocks + seen_token // BLOCK_SIZE, mask=valid, other=0)
-            keys = cache + (block * BLOCK_SIZE + seen_token % BLOCK_SIZE)[:, None] * (LATENT + ROTATED)
-            latents = tl.load(keys + dim, mask=valid[:, None] & (dim < LATENT), other=0.0)
-            behind = valid[:, None] & (turned_dim < ROTATED)
-            behind_them = tl.load(keys + LATENT + turned_dim, mask=behind, other=0.0)
-            scores = tl.dot(turned, tl.trans(behind_them), input_precision="ieee")
-            scores = tl.dot(plain, tl.trans(latents), scores, input_precision="ieee")
-            seen = valid[None, :] & (seen_token[None, :] <= last[:, None])
-            highest = tl.maximum(maximum, tl.max(tl.where(seen, scores, float("-inf")), 1) * factor)
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
-            weights = tl.exp2(tl.where(seen, below, float("-inf")))
-            faded = tl.exp2(maximum - base)
-            total = tl.fma(total, faded, sum_weights(weights))
-            mix = tl.dot(weights.to(latents.dtype), latents, mix * faded[:, None], input_precision="ieee")
-            maximum = highest
+        before, before_total, before_mix, maximum, total, mix = _attend_latent_span(
+            plain, turned, cache, blocks, part, tl.minimum(part + size, end), last, factor,
+            LATENT, ROTATED, BLOCK_SIZE, PART, TILE,
+        )  # fmt: skip
         if shared:
             state = (first + part // PART * count + place).to(tl.int64) * HEADS + head
             tl.store(mixes + state[:, None] * LATENT + dim, mix, mask=inside)
