@@ -167,10 +167,10 @@ class EngineOptions:
     limit_mm_per_prompt: str | None = None
     """Images and sounds that a prompt may have, as in image=4; 0 for none."""
     media_path: str | None = None
-    """Directory below which file: URLs of images may lead; unset: none may."""
+    """Directory below which file: URLs of images and sounds may lead; unset: none may."""
     media_domains: str | None = None
-    """Hosts that images are fetched from, and all below them: names apart by commas, or * for all; unset: none is
-    fetched."""
+    """Hosts that images and sounds are fetched from, and all below them: names apart by commas, or * for all; unset:
+    none is fetched."""
     media_max_bytes: Bytes | None = None
     """Size of an image's or a sound's file in bytes."""
     media_max_pixels: AtLeastOne | None = None
