@@ -17,8 +17,9 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
 from charonia.bench.checkpoint import write_random
 from tests.checkpoints import CONFIGS, LLAMA, write_tokenizer
+from tests.image_processors import write_processor
 from tests.media.sounds import RATE
-from tests.seeing_models import MODELS, write_seeing
+from tests.seeing_models import MODELS, write_chat_template
 
 VOCAB = 448
 _LENGTHS = {"vocab_size": VOCAB, "max_position_embeddings": 1024}
@@ -98,22 +99,13 @@ MODELS_THAT_HEAR = {
     ),
 }
 
-_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'audio' %}SOUND{% elif part['type'] == 'image' %}<|image|>{% else %}{{ part['text'] }}"
-    "{% endif %}{% endfor %}{% endif %}"
-    "{% if add_generation_prompt or not loop.last %}<|end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
 
 def write_hearing(directory: Path, name: str, *, seed: int = 0) -> Path:
     """A whole checkpoint in `directory`: weights, processor, tokenizer, chat template."""
     model = MODELS_THAT_HEAR[name]
     directory.mkdir(parents=True, exist_ok=True)
     if name == "gemma4":
-        write_seeing(directory, "gemma4")
+        write_processor(directory, MODELS["gemma4"].processor)
         image = json.loads((directory / "preprocessor_config.json").read_text())
         (directory / "preprocessor_config.json").unlink()
         parts = {"image_processor": image, "feature_extractor": model.extractor}
@@ -131,10 +123,8 @@ def write_hearing(directory: Path, name: str, *, seed: int = 0) -> Path:
     if name == "gemma4":
         ids |= {"image_token_id": words.token_to_id("<|image|>"), "boa_token_id": words.token_to_id("<|audio>")}
         ids |= {"eoa_token_index": words.token_to_id("<audio|>")}
-    (directory / "config.json").unlink(missing_ok=True)
     write_random(directory, {**model.config, "dtype": "float32", **ids}, seed=seed)
-    sound = f"{model.before}{model.token}{model.behind}"
-    (directory / "chat_template.jinja").write_text(_TEMPLATE.replace("SOUND", sound))
+    write_chat_template(directory, "<|image|>", f"{model.before}{model.token}{model.behind}")
     return directory
 
 

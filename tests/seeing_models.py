@@ -1,5 +1,6 @@
 """Tiny checkpoints of models that see: random weights that fit the processors of `image_processors.py`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,29 +160,38 @@ MODELS = {
 }  # fmt: skip
 
 _TEMPLATE = (
-    "{% for message in messages %}<|MESSAGE|>"
+    "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'audio' %}SOUND{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% if add_generation_prompt or not loop.last %}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def write_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
-    """A whole checkpoint in `directory`: weights, processor, tokenizer, chat template."""
+def write_chat_template(directory: Path, image: str, sound: str = "") -> None:
+    """One that has these texts for images and sounds; a last message that is to be continued has no end."""
+    template = _TEMPLATE.replace("IMAGE", image).replace("SOUND", sound)
+    (directory / "chat_template.jinja").write_text(template)
+
+
+def write_seeing(directory: Path, name: str, *, seed: int = 0, parts: Mapping[str, Mapping[str, Any]] = {}) -> Path:
+    """A whole checkpoint in `directory`: weights, processor, tokenizer, chat template. `parts` of the config have these
+    fields besides."""
     model = MODELS[name]
     write_processor(directory, model.processor)
     (directory / "config.json").unlink()
     tokenizer, _ = read_tokenizer(directory)
     config = {
         **model.config,
+        **{part: model.config[part] | fields for part, fields in parts.items()},
         "dtype": "float32",
         "image_token_id": tokenizer.token_to_id(model.soft_token or model.token),
     }
     if model.soft_token:
         config["boi_token_index"] = tokenizer.token_to_id(model.token)
     write_random(directory, config, seed=seed)
-    template = _TEMPLATE.replace("MESSAGE", "{{ message['role'] }}").replace("IMAGE", model.token)
-    (directory / "chat_template.jinja").write_text(template)
+    write_chat_template(directory, model.token)
     return directory
 
 

@@ -23,13 +23,12 @@ from cyclopts import App
 from PIL import Image
 from rich.console import Console
 
-from charonia.bench.checkpoint import write_random
 from charonia.bench.command import table_of
 from charonia.bench.server_process import ServerAddress, own_server
 from charonia.bench.trial import TrialVerdict, show_verdicts
 
 from ..e2e.models import write_model
-from ..seeing_models import MODELS, picture, write_seeing
+from ..seeing_models import picture, write_seeing
 from .process_stats import read_server_stats
 from .stalls import GAP_SECONDS, gap_watcher, longest_gap
 
@@ -71,15 +70,10 @@ class PicturesResult(NamedTuple):
 def seeing_server() -> Iterator[ServerAddress]:
     """A server with a model that sees: a text part of 25 million weights behind a tower of 5 million."""
     with TemporaryDirectory(prefix="charonia-proof-") as scratch:
-        checkpoint = write_seeing(Path(scratch) / "checkpoint", NAME)
+        parts = {"text_config": _TEXT, "vision_config": _EYE}
+        checkpoint = write_seeing(Path(scratch) / "checkpoint", NAME, parts=parts)
         settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
         (checkpoint / "preprocessor_config.json").write_text(json.dumps(settings | {"size": _PIXELS}))
-        config = json.loads((checkpoint / "config.json").read_text())
-        parts = {
-            "text_config": MODELS[NAME].config["text_config"] | _TEXT,
-            "vision_config": MODELS[NAME].config["vision_config"] | _EYE,
-        }
-        write_random(checkpoint, {**MODELS[NAME].config, **parts, "image_token_id": config["image_token_id"]})
         write_model(Path(scratch) / "models", NAME, checkpoint, max_num_seqs=64, kv_cache_bytes=512 << 20)
         with own_server("--model-repository", str(Path(scratch) / "models")) as place:
             yield place
@@ -89,10 +83,8 @@ def image_part(size: tuple[int, int], number: int) -> dict[str, Any]:
     """The part of a message that is a picture, another one for each number."""
     file = io.BytesIO()
     Image.fromarray(picture(*size, number)).save(file, "PNG", compress_level=1)
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
-    }
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def question(*parts: dict[str, Any], tokens: int = 4, **fields: Any) -> dict[str, Any]:
@@ -140,18 +132,16 @@ async def _gaps(place: ServerAddress, number: int, gaps: list[float]) -> None:
 async def _neighbours(place: ServerAddress, seconds: float) -> tuple[list[float], list[float], list[float]]:
     """The gaps of streams alone for so long, those while pictures come, and the TTFT of these."""
     bodies = [question(image_part(_LARGE, number)) for number in range(1, _PICTURES + 1)]
-    alone: list[float] = []
-    beside: list[float] = []
     gaps: list[float] = []
     streams = [asyncio.create_task(_gaps(place, number, gaps)) for number in range(_STREAMS)]
     try:
         await asyncio.sleep(1)
         gaps.clear()
         await asyncio.sleep(seconds)
-        alone += gaps
+        alone = gaps.copy()
         gaps.clear()
         firsts = await asyncio.gather(*[first_token(place, body) for body in bodies])
-        beside += gaps
+        beside = gaps.copy()
     finally:
         for task in streams:
             task.cancel()
@@ -215,7 +205,7 @@ def main(*, seconds: float = 5.0, small: int = 10_000) -> None:
         result = measure(place, seconds, small)
     table = table_of((), ("median gap alone", "p99 gap beside", "health", "TTFT of 32", "first turn", "second turn"))
     times = (result.alone, result.beside, result.health, result.first, *result.turns)
-    table.add_row(*(f"{1e3 * seconds:.1f} ms" for seconds in times))
+    table.add_row(*(f"{1e3 * seconds:.1f} ms" for time_of_one in times))
     console.print(table)
     verdicts = [
         TrialVerdict(
