@@ -5,7 +5,6 @@ Knows nothing of sockets and text.
 
 import secrets
 from collections.abc import Sequence
-from hashlib import sha256
 from math import inf
 
 import msgspec
@@ -18,7 +17,7 @@ from ...core.request_context import RequestContext
 from ...core.retention import Retention
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
-from ...scheduler.plan import EncoderRows, IntArray, LogitsParams, ResolvedSampling
+from ...scheduler.plan import IntArray, LogitsParams, ResolvedSampling
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady
@@ -39,9 +38,6 @@ _PENALTIES = (1e-4, 1e4)
 
 NO_LOGITS_PARAMS = LogitsParams()
 
-SOURCE_TOKENS = "tokens"
-"""In place of the dtype of `EncoderRows`: they are tokens, int32 [length], which are yet to be encoded."""
-
 
 def build_add_request(
     request: GenerateRequest,
@@ -61,9 +57,9 @@ def build_add_request(
         ContextLengthExceeded: prompt and new tokens are more than the model's length.
     """
     check_vocabulary(prompt, engine.source_vocab_size if engine.source_tokens else engine.vocab_size)
-    encoded = None
     if engine.source_tokens:
-        encoded, prompt = _source_of(request, prompt, engine.source_tokens), [*defaults.decoder_start]
+        _check_source(request, prompt, engine.source_tokens)
+        prompt = [*defaults.decoder_start]
         if not prompt:
             raise InvalidArgument("config.json names no decoder_start_token_id: the decoder has nothing to begin with")
         check_vocabulary(prompt, engine.vocab_size, "decoder_start_token_id")
@@ -101,7 +97,6 @@ def build_add_request(
         prediction=np.array(prediction[: engine.max_model_len], np.int32) if prediction else None,
         snapshot_at=_message_ends(tokens, defaults.eos),
         retention=_retention(request, context, engine),
-        encoded=encoded,
     )
     timeout = request.timeout or (_NO_TIMEOUT if context.background else 0.0)
     handle, remote = _transfer(request)
@@ -131,8 +126,8 @@ def _retention(request: GenerateRequest, context: RequestContext, engine: CoreRe
     return msgspec.structs.replace(wish, scope=scope)
 
 
-def _source_of(request: GenerateRequest, prompt: list[int], most: int) -> EncoderRows:
-    """The prompt as what an encoder reads. Raises `InvalidArgument` for one that is too long for it."""
+def _check_source(request: GenerateRequest, prompt: list[int], most: int) -> None:
+    """Raises `InvalidArgument` for a prompt that an encoder cannot read, or of which more is wanted."""
     if not 1 <= len(prompt) <= most:
         field = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         raise InvalidArgument(
@@ -142,8 +137,6 @@ def _source_of(request: GenerateRequest, prompt: list[int], most: int) -> Encode
         raise InvalidArgument(
             "prompt_logprobs: an encoder reads the prompt, and foresees no token of it", field="prompt_logprobs"
         )
-    tokens = np.array(prompt, np.int32).tobytes()
-    return EncoderRows(len(prompt), sha256(tokens).digest(), tokens, SOURCE_TOKENS, len(prompt))
 
 
 def _message_ends(prompt: IntArray, eos: Sequence[int]) -> tuple[int, ...]:

@@ -303,7 +303,7 @@ class LlmModel:
                 if media is not None:
                     add = media.place(add, request.prompt)
                 if info.source_tokens:
-                    add = await self._media.encode_source(add, context)
+                    add = await self._media.encode_source(add, plan.prompt, context)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)

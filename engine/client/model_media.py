@@ -34,7 +34,6 @@ from ...core.request_context import RequestContext
 from ...scheduler.plan import EmbeddedSpan, EncoderRows
 from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
-from .add_request import SOURCE_TOKENS
 from .transcript import SoundWindow
 
 log = logging.getLogger(__name__)
@@ -214,15 +213,14 @@ class ModelMedia:
             windows.append((SoundWindow(begin, end), PreparedMedium("audio", digest, "", inputs)))
         return windows
 
-    async def encode_source(self, add: AddRequest, context: RequestContext) -> AddRequest:
-        """The request with what the encoder makes of a text that it brings. Raises as the encoder."""
-        source = add.spec.encoded
-        if source is None or source.dtype != SOURCE_TOKENS or self._services is None:
-            return add
-        tokens = np.frombuffer(source.rows, np.int32).astype(np.int64)[None]
-        text = SourceText(source.digest, {SOURCE: tokens})
+    async def encode_source(self, add: AddRequest, prompt: Sequence[int], context: RequestContext) -> AddRequest:
+        """The request with what the encoder makes of the prompt, which it reads in the decoder's place. Raises as the
+        encoder."""
+        assert self._services is not None
+        tokens = np.array(prompt, np.int64)[None]
+        text = SourceText(sha256(tokens.tobytes()).digest(), {SOURCE: tokens})
         made = await self._services.encoder.encode(text, context, add.spec.salt)
-        encoded = EncoderRows(made.length, source.digest, made.rows, made.dtype, source.tokens)
+        encoded = EncoderRows(made.length, text.digest, made.rows, made.dtype, len(prompt))
         return replace(add, spec=replace(add.spec, encoded=encoded))
 
     async def encode(self, window: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:

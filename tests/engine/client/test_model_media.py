@@ -17,7 +17,6 @@ from charonia.core.metrics import Reading
 from charonia.core.model import MemoryNeed, ReservedMemory
 from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
-from charonia.engine.client.add_request import SOURCE_TOKENS
 from charonia.engine.client.model_media import ModelMedia, PromptMedia
 from charonia.engine.core.messages import AddRequest
 from charonia.scheduler.plan import EncoderRows
@@ -161,14 +160,19 @@ async def test_a_text_that_is_read_apart_is_encoded_before_the_engine_has_it() -
     media = ModelMedia(MediaServices(None, Reader(), (), attended=True))
     await media.load("m", ignore)
     assert (media.kinds, media.transcribes) == (frozenset(), False)
-    tokens = np.array([5, 6, 7], np.int32).tobytes()
-    spec = SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=1, salt="s")
-    add = AddRequest(replace(spec, encoded=EncoderRows(3, b"d", tokens, SOURCE_TOKENS, 3)))
-    made = (await media.encode_source(add, RequestContext("completion"))).spec.encoded
-    assert made == EncoderRows(3, b"d", rows(3, 1.0).rows, "float32", 3)
+    add = AddRequest(SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=1, salt="s"))
+
+    async def encode(*prompt: int) -> EncoderRows:
+        asked = await media.encode_source(add, prompt, RequestContext("completion"))
+        assert asked.prompt_tokens == len(prompt)
+        assert asked.spec.encoded is not None
+        return asked.spec.encoded
+
+    made = await encode(5, 6, 7)
+    assert made == EncoderRows(3, made.digest, rows(3, 1.0).rows, "float32", 3)
     assert read == [([[5, 6, 7]], "s")]
-    other = AddRequest(spec)
-    assert await media.encode_source(other, RequestContext("completion")) is other
+    assert (await encode(5, 6, 7)).digest == made.digest
+    assert (await encode(5, 6)).digest != made.digest
     with pytest.raises(InvalidArgument, match="takes no image"):
         await media.read(CHAT, RequestContext("chat"), "")
     await media.unload()
