@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from ..processes.limited_process import Answer
 from .limits import MediaLimits
 
 if TYPE_CHECKING:
-    from .processor import ProcessedMedium
+    from .processor import MediumProcessor
 
 _ALIGNMENT = 64
 _PACKAGES = {None: "pillow", "PIL": "pillow"}
@@ -49,9 +49,13 @@ class PreparedAnswer(msgspec.Struct, array_like=True):
 class _KindPart(NamedTuple):
     """What prepares the media of a checkpoint."""
 
-    facts: MediaFacts
-    prepare: Callable[[bytes], "ProcessedMedium"]
-    """Makes it of a file. Raises `InvalidArgument`."""
+    processor: "MediumProcessor"
+    decode: Callable[[bytes], Any]
+    """Reads a file. Raises `InvalidArgument`."""
+
+    @property
+    def facts(self) -> MediaFacts:
+        return MediaFacts(self.processor.token, self.processor.token_ids, self.processor.settings)
 
 
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[MediaKind, ...] = ("image",)) -> Answer:
@@ -77,7 +81,8 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[
         kind = kinds[message[0]]
         noun = KIND_NOUNS[kind]
         try:
-            result = preparations[kind].prepare(message[1:])
+            preparation = preparations[kind]
+            result = preparation.processor.process(preparation.decode(message[1:]))
             arrays = _share(result.inputs, shared, noun)
             answered = PreparedAnswer(None, {}, result.placeholder, result.grid, arrays, result.seconds)
         except MemoryError:
@@ -98,27 +103,18 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     from .image_file import decode_image
     from .processor import ImageProcessor
 
-    processor = ImageProcessor(checkpoint)
-    facts = MediaFacts(processor.token, processor.token_ids, processor.settings)
-    return _KindPart(facts, lambda data: processor.process(decode_image(data, limits)))
+    return _KindPart(ImageProcessor(checkpoint), lambda data: decode_image(data, limits))
 
 
 def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
-    from .processor import ProcessedMedium, read_json
+    from .processor import read_json
     from .prompt_sounds import PromptSounds
     from .sound_file import decode_sound
     from .sound_processor import SoundProcessor
 
-    if read_json(checkpoint / "config.json").get("model_type") in HEARING_FAMILIES:
-        sounds = PromptSounds(checkpoint)
-        facts = MediaFacts(sounds.token, sounds.token_ids, sounds.settings)
-        return _KindPart(facts, lambda data: sounds.process(decode_sound(data, sounds.rate, limits)))
-    processor = SoundProcessor(checkpoint)
-
-    def prepare(data: bytes) -> ProcessedMedium:
-        return ProcessedMedium(processor.process(decode_sound(data, processor.rate, limits)))
-
-    return _KindPart(MediaFacts("", (), processor.settings), prepare)
+    in_prompts = read_json(checkpoint / "config.json").get("model_type") in HEARING_FAMILIES
+    processor = PromptSounds(checkpoint) if in_prompts else SoundProcessor(checkpoint)
+    return _KindPart(processor, lambda data: decode_sound(data, processor.rate, limits))
 
 
 _PREPARATIONS: Mapping[MediaKind, Callable[[Path, MediaLimits], _KindPart]] = {

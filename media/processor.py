@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -35,6 +35,20 @@ class ProcessedMedium(NamedTuple):
     """Of a sound."""
 
 
+class MediumProcessor(Protocol):
+    """What makes an encoder's inputs of the media of a kind, as a checkpoint says."""
+
+    token: str
+    """The text that the chat template has for a medium; empty where none stands in a prompt."""
+    token_ids: tuple[int, ...]
+    """The tokens of a placeholder that belong to the medium; the first one stands where its rows go."""
+    settings: bytes
+    """SHA-256 of what decides, beside the medium, on the result."""
+
+    def process(self, medium: Any) -> ProcessedMedium:
+        """The result for a medium that was decoded. Raises `InvalidArgument` for one that the processor refuses."""
+
+
 class ImageProcessor:
     """A loaded processor. Raises `InvalidArgument` for a checkpoint that has none, or whose family is not known."""
 
@@ -48,12 +62,9 @@ class ImageProcessor:
         if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
             raise InvalidArgument(f"{checkpoint}: its processor, {name}, has no token for an image")
         self.token = token
-        """The text that the chat template has for an image."""
         self.token_ids = tuple(number for number in processor.image_token_ids if number is not None)
-        """The tokens of a placeholder that belong to the image; the first one stands where its embeddings go."""
         settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
-        """SHA-256 of what decides, beside the image, on the result."""
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
 
     def process(self, image: Any) -> ProcessedMedium:

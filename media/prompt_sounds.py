@@ -60,12 +60,9 @@ class PromptSounds:
         self.rate = int(extractor.sampling_rate)
         """Samples a second."""
         self.token = token
-        """The text that the chat template has for a sound."""
-        self.token_ids = (token_id,)
-        """The token at whose places its rows stand."""
+        self.token_ids: tuple[int, ...] = (token_id,)
         written = f"{type(extractor).__name__} {extractor.to_json_string()} {token} {config.get('audio_config')}"
         self.settings = sha256(written.encode()).digest()
-        """SHA-256 of what decides, beside the sound, on the result."""
 
     def process(self, samples: Samples) -> ProcessedMedium:
         """The features of a sound and what stands for it. Raises `InvalidArgument` for one too short or too long."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.media import FEATURES, WINDOW_BOUNDS
+from .processor import ProcessedMedium
 from .sound_windows import cut_windows
 
 _FILE = "preprocessor_config.json"
@@ -40,11 +41,12 @@ class SoundProcessor:
         """Samples of a window, at most."""
         if self._extractor.dither:
             raise InvalidArgument(f"{checkpoint / _FILE}: dither is not served: its noise would be another each time")
+        self.token = ""
+        self.token_ids: tuple[int, ...] = ()
         settings = f"{type(self._extractor).__name__} {self._extractor.to_json_string()}"
         self.settings = sha256(settings.encode()).digest()
-        """SHA-256 of what decides, beside the sound, on the result."""
 
-    def process(self, samples: NDArray[np.float32]) -> dict[str, NDArray[np.generic]]:
+    def process(self, samples: NDArray[np.float32]) -> ProcessedMedium:
         """The features of each window [windows, bins, frames], and the samples where it begins and ends [windows, 2].
         A window is prepared by itself, whatever stands beside it."""
         windows = cut_windows(samples, self.rate, self.longest)
@@ -53,7 +55,7 @@ class SoundProcessor:
         for index, window in enumerate(windows):
             features[index] = self._log_mel(samples[window.begin : window.end])
         bounds = np.array(windows, np.int64) / self.rate
-        return {FEATURES: features, WINDOW_BOUNDS: bounds}
+        return ProcessedMedium({FEATURES: features, WINDOW_BOUNDS: bounds})
 
     def _log_mel(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logarithms [bins, frames] of the energies of a window, filled up with silence, which is not transformed:

@@ -35,7 +35,7 @@ def _compare(checkpoint: Path, seconds: float) -> ComparedSound:
     from charonia.media.sound_processor import SoundProcessor
 
     samples = tones(seconds)
-    inputs = SoundProcessor(checkpoint).process(samples)
+    inputs = SoundProcessor(checkpoint).process(samples).inputs
     bounds = inputs[WINDOW_BOUNDS].tolist()
     extractor: Any = AutoFeatureExtractor.from_pretrained(checkpoint)
     wanted = [
