@@ -36,7 +36,7 @@ OWN_ENCODER, QUANTIZATION = "own_encoder", "quantization"
 """Parameters: the fields of `TowerSpec` of these names."""
 
 GPU_BATCH = 8
-"""Images of one execution on a GPU; on the host they are computed one by one, and answered as soon."""
+"""Media of one execution on a GPU; on the host they are computed one by one, and answered as soon."""
 
 _SHAPE = "_shape"
 _BACKEND = "vision"
@@ -99,7 +99,7 @@ class VisionRuntime(Runtime):
 
 
 def _split_inputs(inputs: Arrays) -> list[Arrays]:
-    """The inputs of each image, from flat arrays and the shapes of each image's part."""
+    """The inputs of each medium, from flat arrays and the shapes of each medium's part."""
     names = [name for name in inputs if not name.endswith(_SHAPE)]
     media: list[dict[str, Any]] = [{} for _ in inputs[names[0] + _SHAPE]]
     for name in names:
@@ -158,11 +158,11 @@ def vision_config(name: str, version: str, files: VisionFiles, gpu: int | None, 
 
 
 def vision_request(inputs: Arrays) -> InferRequest:
-    """The request for one image. Raises `InvalidArgument` for inputs that no tower takes."""
+    """The request for one medium. Raises `InvalidArgument` for inputs that no tower takes."""
     tensors: dict[str, Tensor] = {}
     for name, array in inputs.items():
         if name not in INPUTS:
-            raise InvalidArgument(f"the processor has made '{name}' of an image, which no tower takes")
+            raise InvalidArgument(f"the processor has made '{name}', which no tower takes")
         whole = np.ascontiguousarray(array, NUMPY_TYPES[INPUTS[name]])[None]
         tensors[name] = Tensor(name, INPUTS[name], whole.shape, whole)
     return InferRequest(inputs=tensors)

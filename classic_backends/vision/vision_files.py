@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURE_MASK, FEATURES, SOURCE, MediaKind
+from ...core.media import FEATURE_MASK, FEATURES, SOURCE, MediaKind, plural_nouns
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
@@ -35,6 +35,12 @@ _OTHER_PARTS = re.compile(
 
 _DECODER = re.compile(r"(model\.)?(decoder|lm_head|final_logits_bias)(\.|$)")
 """Beginnings of those that belong to no encoder of texts."""
+
+_FAMILIES: Mapping[MediaKind, frozenset[str]] = {
+    "image": SEEING_FAMILIES,
+    "audio": HEARING_FAMILIES | WRITING_FAMILIES,
+}
+"""Those that have a tower of a kind."""
 
 _PARTS_OF_KINDS: Mapping[MediaKind, re.Pattern[str]] = {
     "image": re.compile(r"(model\.)?(vision_tower|embed_vision)\."),
@@ -78,7 +84,7 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
     parts are wanted; without any it is an encoder of texts that the engine loads, and what is counted are its numbers.
 
     Raises:
-        Unsupported: its family's images are not served, or its weights are no safetensors.
+        Unsupported: its family's media are not served, or its weights are no safetensors.
         InvalidArgument: it has no tower's weights, or files that cannot be read.
     """
     config = read_json(directory / "config.json")
@@ -87,9 +93,10 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
     stored = stored if stored in _WIDTHS else "float32"
     if not kinds:
         return VisionFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
-    if family not in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES:
-        known = ", ".join(sorted(SEEING_FAMILIES))
-        raise Unsupported(f"{directory}: images of the family '{family}' are not served; those of {known} are")
+    if not any(family in families for families in _FAMILIES.values()):
+        known = ", ".join(sorted({name for kind in kinds for name in _FAMILIES[kind]}))
+        nouns = plural_nouns(kinds)
+        raise Unsupported(f"{directory}: {nouns} of the family '{family}' are not served; those of {known} are")
     unasked = [part for kind, part in _PARTS_OF_KINDS.items() if kind not in kinds]
     weights = tuple(
         weight for weight in _tower_weights(directory) if not any(part.match(weight.name) for part in unasked)

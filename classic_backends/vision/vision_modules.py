@@ -142,6 +142,6 @@ def _split(features: Iterable[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """The features [length, hidden] of each medium, which come in parts of an image, a tile or a grid."""
     parts = [part.reshape(-1, part.shape[-1]) for part in features]
     if len(parts) != sum(counts):
-        raise Internal(f"the tower has made {len(parts)} parts for {sum(counts)} of the batch's images")
+        raise Internal(f"the tower has made {len(parts)} parts for {sum(counts)} of the batch's media")
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [torch.cat(parts[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -56,6 +56,8 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="images of the family 'llama' are not served"):
         read_vision_files(write_checkpoint(tmp_path / "text"), "auto")
+    with pytest.raises(Unsupported, match=r"sounds of the family 'llama' are not served; those of .*voxtral"):
+        read_vision_files(tmp_path / "text", "auto", ("audio",))
     seeing = write_seeing(tmp_path / "llava", "llava")
     files = read_vision_files(seeing, "bfloat16")
     numbers = sum(weight.numbers for weight in files.weights)
