@@ -17,6 +17,8 @@ class EncoderShape(NamedTuple):
     """Numbers of a row."""
     vocab_size: int = 0
     """That of the tokens which it reads; 0 where it reads none."""
+    bins: int = 0
+    """Numbers of each frame of the sounds that it hears; 0 where it hears none."""
 
     @property
     def reads_text(self) -> bool:

@@ -37,7 +37,8 @@ def _whisper_fields(fields: ConfigFields) -> Mapping[str, Any]:
 
 
 def _whisper_encoder(fields: ConfigFields) -> EncoderShape:
-    return EncoderShape(fields.number("max_source_positions"), fields.number("d_model"))
+    rows, width, bins = (fields.number(name) for name in ("max_source_positions", "d_model", "num_mel_bins"))
+    return EncoderShape(rows, width, bins=bins)
 
 
 def _text_fields(fields: ConfigFields) -> Mapping[str, Any]:
@@ -141,6 +142,7 @@ SEQ2SEQ: dict[str, ArchitectureDefaults] = {
             "decoder_layers": 4,
             "max_source_positions": 1500,
             "max_target_positions": 448,
+            "num_mel_bins": 80,
             "vocab_size": 51865,
         },
         translate=_whisper_fields,

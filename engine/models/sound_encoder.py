@@ -15,6 +15,7 @@ from ..attention.backend import CacheSpec
 from ..attention.layer_places import LayerPlace
 from ..attention.selector import create_backend
 from ..checkpoint.build_context import BuildContext
+from ..checkpoint.encoder_shape import EncoderShape
 from ..checkpoint.hf_checkpoint import open_checkpoint
 from ..checkpoint.hf_config import read_spec
 from ..checkpoint.model_spec import LayerAttention, ModelSpec
@@ -57,20 +58,20 @@ def load_sound_encoder(
     kinds = (LayerAttention(both_ways=True),) * spec.layers
     context = BuildContext(dtype, device, spec.encoder.rows, quantization=quantization)
     loader = WeightLoader(CheckpointWeights(directory, _own_name), context)
-    bins = int(checkpoint.config.get("num_mel_bins") or 80)
-    return SoundEncoder(loader, replace(spec, attention=kinds), bins, spec.encoder.rows)
+    return SoundEncoder(loader, replace(spec, attention=kinds), spec.encoder)
 
 
 class SoundEncoder:
     """Features [windows, bins, 2 * positions] -> rows [windows, positions, hidden]."""
 
-    def __init__(self, loader: WeightLoader, spec: ModelSpec, bins: int, positions: int) -> None:
+    def __init__(self, loader: WeightLoader, spec: ModelSpec, shape: EncoderShape) -> None:
         def norm(name: str) -> WholeNorm:
             weight, bias = (loader.vector(f"model.{name}.{part}", spec.hidden_size) for part in ("weight", "bias"))
             return layer_norm(weight, bias, spec.norm_eps)
 
+        positions = shape.rows
         self._convolutions = (
-            Convolution(loader, spec, "model.conv1", bins),
+            Convolution(loader, spec, "model.conv1", shape.bins),
             Convolution(loader, spec, "model.conv2", spec.hidden_size, stride=2),
         )
         table = TensorSlice("model.embed_positions.weight", (positions, spec.hidden_size))
@@ -87,7 +88,7 @@ class SoundEncoder:
             for index, rotary in layer_rotaries(spec, loader).items()
         ]
         self._norm = norm("layer_norm")
-        self._features = (bins, 2 * positions)
+        self._features = (shape.bins, 2 * positions)
         sizes_of_heads = spec.heads, spec.kv_heads, spec.head_dim, _BLOCK_SIZE
         places = (LayerPlace(0, 0),) * spec.layers  # each layer forgets what the one before it has stored
         cache = CacheSpec(spec.cached_attention, *sizes_of_heads, loader.dtype, loader.device, places=places)

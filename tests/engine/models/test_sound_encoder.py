@@ -1,6 +1,7 @@
 """Whisper's encoder by our products: its rows are those of transformers' in float32, near them in other precisions, and
 the same bits beside whatever other windows."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +97,14 @@ def test_rows_are_near_those_of_transformers(
 def test_halves_are_computed_in_single_precision(directory: Path, features: Tensor) -> None:
     rows = load_sound_encoder(directory, torch.float16, HOST, "none")(features[:1].half())
     assert rows.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bins", ["many", 0])
+def test_a_config_without_a_width_of_frames_is_refused(directory: Path, tmp_path: Path, bins: object) -> None:
+    config = json.loads((directory / "config.json").read_text()) | {"num_mel_bins": bins}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_mel_bins must be a positive whole number"):
+        load_sound_encoder(tmp_path, torch.float32, HOST, "none")
 
 
 def test_what_a_checkpoint_lacks_is_named(directory: Path, tmp_path: Path) -> None:

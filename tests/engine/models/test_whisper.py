@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
 from charonia.core.errors import InvalidArgument
+from charonia.engine.checkpoint.encoder_shape import EncoderShape
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -206,7 +207,7 @@ def test_with_fewer_bits_a_token_is_nearly_as_likely(
 def test_a_sequence_without_a_sound_is_refused(bench: Callable[[str], HearingBench], hearing: Hearing) -> None:
     capacity = bench("auto").executor.rank.capacity()
     encoder = capacity.encoder
-    assert encoder == (FRAMES, 64, False)
+    assert encoder == EncoderShape(FRAMES, 64, bins=16)
     assert capacity.cross_bytes > 0
     rows = bytes(4 * 64)
     encoder.check(EncoderRows(1, b"", rows, "float32"))
