@@ -28,6 +28,20 @@ def sum_weights(weights):
 
 
 @triton.jit
+def weigh_scores(scores, seen, maximum, factor, MASKED: tl.constexpr):
+    """The maximum [M] with scores [M, TILE] times `factor`, by what earlier weights fade, and the weights of the
+    scores; where they are MASKED, of those that are seen."""
+    most = tl.where(seen, scores, float("-inf")) if MASKED else scores
+    highest = tl.maximum(maximum, tl.max(most, 1) * factor)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
+    if MASKED:
+        below = tl.where(seen, below, float("-inf"))
+    weights = tl.exp2(below)
+    return highest, tl.exp2(maximum - base), weights
+
+
+@triton.jit
 def merge_states(maximum, total, mix, next_maximum, next_total, next_mix):
     """The state of the tokens of two states, the left ones first: maximum [M], sum [M], mix [M, DIMS]."""
     highest = tl.maximum(maximum, next_maximum)
@@ -125,23 +139,15 @@ def attend_span(
             scores = scores * _load(scales + 2 * scale_line, valid, MASKED)[None, :]
         if CAPPED:
             scores = tl.sigmoid(scores * (2 * scale / softcap)) - 0.5
-        most = scores
+        seen = valid[None, :]
         if MASKED:
-            seen = valid[None, :] & (token[None, :] <= last[:, None])
+            seen = seen & (token[None, :] <= last[:, None])
             if WINDOW:
                 seen = seen & (token[None, :] > position[:, None] - WINDOW)
-            most = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(most, 1) * factor)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
-        if MASKED:
-            below = tl.where(seen, below, float("-inf"))
-        weights = tl.exp2(below)
-        faded = tl.exp2(maximum - base)
+        maximum, faded, weights = weigh_scores(scores, seen, maximum, factor, MASKED)
         value = _load(values + line[:, None] * HEAD_DIM + dim, inside, padded).to(q.dtype)
         total = tl.fma(total, faded, sum_weights(weights))
         if LARGEST_CODE > 0:
             weights = weights * _load(scales + 2 * scale_line + 1, valid, MASKED)[None, :]
         mix = tl.dot(weights.to(q.dtype), value, mix * faded[:, None], input_precision="ieee")
-        maximum = highest
     return before, before_total, before_mix, maximum, total, mix

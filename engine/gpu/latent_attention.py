@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..step_batch import DeviceBatch, StepBatch
 from .attention_plan import DECODE_PLACES, PART_TOKENS, PartsPlan, StepTiles, next_power_of_2
-from .attention_span import empty_state, finish_state, merge_states, sum_weights
+from .attention_span import empty_state, finish_state, merge_states, sum_weights, weigh_scores
 from .decode_attention import combine_kernel, find_states
 from .row_tiles import lay_recorded_tiles, lay_tiles
 from .runtime import Specialisation
@@ -85,14 +85,9 @@ def _attend_latent_span(
         scores = tl.dot(turned, tl.trans(turned_keys), input_precision="ieee")
         scores = tl.dot(plain, tl.trans(latents), scores, input_precision="ieee")
         seen = valid[None, :] & (token[None, :] <= last[:, None])
-        highest = tl.maximum(maximum, tl.max(tl.where(seen, scores, float("-inf")), 1) * factor)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        below = tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None])
-        weights = tl.exp2(tl.where(seen, below, float("-inf")))
-        faded = tl.exp2(maximum - base)
+        maximum, faded, weights = weigh_scores(scores, seen, maximum, factor, True)
         total = tl.fma(total, faded, sum_weights(weights))
         mix = tl.dot(weights.to(latents.dtype), latents, mix * faded[:, None], input_precision="ieee")
-        maximum = highest
     return before, before_total, before_mix, maximum, total, mix
 
 
