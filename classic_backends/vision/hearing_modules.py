@@ -1,27 +1,12 @@
-"""Encoders of sounds and texts: those of the engine that has their decoders, by the names that it gives, and
-transformers' of sounds that stand in prompts. Imported only where one is loaded."""
+"""What transformers' encoders make of sounds that stand in prompts, by family. Imported only where one is loaded."""
 
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.media import FEATURES, SOURCE
-from .tower_module import TowerFeatures, TowerModule
-from .vision_files import VisionFiles
-
-
-def load_own_encoder(
-    encoder: str, quantization: str, files: VisionFiles, dtype: torch.dtype, device: str
-) -> tuple[TowerModule, ...]:
-    """`encoder`, `quantization`: see `TowerSpec`. Raises as the encoder's own function."""
-    load: Any = resolve_name(encoder)
-    encode = load(files.directory, dtype, torch.device(device), quantization)
-    name = FEATURES if files.kinds else SOURCE
-    return (TowerModule(name, lambda **inputs: TowerFeatures(encode(inputs[name]))),)
-
+from .tower_module import TowerFeatures
 
 _MOST_WINDOWS = 8
 """Windows of a sound that are computed at a time where each is attended to by itself; a second takes 6 MB."""

@@ -1,14 +1,17 @@
-"""What a tower is to those that ask it, and how transformers loads it from its weights. Imported only where one is
-loaded."""
+"""What a tower is to those that ask it, and how the engine, or transformers from its weights, loads it. Imported only
+where one is loaded."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from ...core.errors import InvalidArgument
+from ...core.media import FEATURES, SOURCE
 from .vision_files import VisionFiles
 
 
@@ -30,6 +33,17 @@ class TowerModule(NamedTuple):
     """Takes the inputs by the processor's names."""
 
 
+def load_own_encoder(
+    encoder: str, quantization: str, files: VisionFiles, dtype: torch.dtype, device: str
+) -> tuple[TowerModule, ...]:
+    """An encoder of the engine, which has its decoder. `encoder`, `quantization`: see `TowerSpec`. Raises as the
+    encoder's own function."""
+    load: Any = resolve_name(encoder)
+    encode = load(files.directory, dtype, torch.device(device), quantization)
+    name = FEATURES if files.kinds else SOURCE
+    return (TowerModule(name, lambda **inputs: TowerFeatures(encode(inputs[name]))),)
+
+
 def read_weights(files: VisionFiles) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in {weight.file for weight in files.weights}:
@@ -48,8 +62,8 @@ def read_config(files: VisionFiles) -> Any:
 
 
 @contextmanager
-def loading(part: str, files: VisionFiles) -> Iterator[None]:
-    """The block in which transformers loads a part of the checkpoint, in silence: its report of what is missing is
+def loading(files: VisionFiles) -> Iterator[None]:
+    """The block in which transformers loads the tower, in silence: its report of what is missing is
     ours. Raises `InvalidArgument` if it cannot."""
     import transformers
 
@@ -60,13 +74,13 @@ def loading(part: str, files: VisionFiles) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise InvalidArgument(f"transformers cannot load the {part} of {files.directory}: {error}") from error
+        raise InvalidArgument(f"transformers cannot load the tower of {files.directory}: {error}") from error
     finally:
         log.set_verbosity(verbosity)
 
 
-def refuse_missing(part: str, files: VisionFiles, weights: Iterable[str]) -> None:
-    """Raises `InvalidArgument` if some weights of a part are missing."""
+def refuse_missing(files: VisionFiles, weights: Iterable[str]) -> None:
+    """Raises `InvalidArgument` if some weights of the tower are missing."""
     if missing := sorted(weights):
         shown = ", ".join(missing[:3])
-        raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its {part}: {shown}")
+        raise InvalidArgument(f"{files.directory} lacks {len(missing)} weights of its tower: {shown}")

@@ -49,7 +49,7 @@ class VisionLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
-        from .hearing_modules import load_own_encoder
+        from .tower_module import load_own_encoder
         from .vision_modules import VisionTower, load_beside_text
 
         set_torch_threads(threads_per_instance(config.raw))

@@ -54,12 +54,12 @@ def load_beside_text(files: VisionFiles, dtype: torch.dtype, device: str) -> tup
             setattr(config, part, None)
     if hasattr(config, "quantization_config"):  # the language part's
         del config.quantization_config
-    with loading("tower", files):
+    with loading(files):
         known: Any = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         model, report = known.from_pretrained(
             None, config=config, state_dict=read_weights(files), dtype=dtype, output_loading_info=True
         )
-    refuse_missing("tower", files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
+    refuse_missing(files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
     tower: Any = model.model.requires_grad_(False).to(device).eval()
 
     def image_features(**inputs: Tensor) -> TowerFeatures:

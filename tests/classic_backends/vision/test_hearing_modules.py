@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import WhisperModel
 
-from charonia.classic_backends.vision.hearing_modules import load_own_encoder
+from charonia.classic_backends.vision.tower_module import load_own_encoder
 from charonia.classic_backends.vision.vision_files import read_vision_files
 from charonia.classic_backends.vision.vision_modules import VisionTower
 from charonia.core.errors import InvalidArgument
