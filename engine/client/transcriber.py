@@ -5,10 +5,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ from .transcript import (
     segment_of,
     split_times,
 )
+
+T = TypeVar("T")
 
 _AHEAD = 8
 """Windows of one sound that are heard at a time."""
@@ -103,6 +105,19 @@ class _Task(NamedTuple):
     held: HeldSound
     language: str = _ENGLISH
 
+    @property
+    def seconds_left(self) -> float:
+        timeout = self.request.timeout
+        return timeout - (time.monotonic() - self.context.arrived_at) if timeout else math.inf
+
+    async def in_time(self, work: Awaitable[T]) -> T:
+        """What `work` gives. Raises `RequestTimeout` if the request's time is over before."""
+        try:
+            async with asyncio.timeout(self.seconds_left):
+                return await work
+        except TimeoutError:
+            raise RequestTimeout from None
+
 
 class _FirstToken(NamedTuple):
     """What the decoder makes of the beginning of a transcript."""
@@ -160,7 +175,7 @@ class Transcriber:
                     yield chunk
 
     async def _write(self, task: _Task) -> AsyncGenerator[GenerateChunk, None]:
-        waiting = deque(await self._media.prepare_sound(task.speech.sound, task.context))
+        waiting = deque(await task.in_time(self._media.prepare_sound(task.speech.sound, task.context)))
         task.held.add(sum(_bytes_of(medium) for _, medium in waiting))
         if self._tokens.languages and not task.speech.language:
             first = await self._first_token(task, await self._encode(waiting[0][1], task), by_language=True)
@@ -210,7 +225,7 @@ class Transcriber:
 
     async def _encode(self, window: PreparedMedium, task: _Task) -> EncoderRows:
         with self._together.encode():
-            encoded = await self._media.encode(window, task.context, task.request.cache_salt)
+            encoded = await task.in_time(self._media.encode(window, task.context, task.request.cache_salt))
         return EncoderRows(encoded.length, window.digest, encoded.rows, encoded.dtype)
 
     async def _write_window(self, task: _Task, window: SoundWindow, medium: PreparedMedium) -> list[TranscriptSegment]:
@@ -218,7 +233,7 @@ class Transcriber:
         rows = await self._encode(medium, task)
         task.held.release(_bytes_of(medium))
         del medium  # its features are not needed while it is heard
-        await self._together.gather()
+        await task.in_time(self._together.gather())
         heard = await self._hear(task, rows)
         if heard.is_silence:
             return []
@@ -301,10 +316,9 @@ class Transcriber:
                 self._check_room(task.context.tenant)
                 break
             except QueueFull:  # what was heard so far is not given up
-                left = request.timeout - (time.monotonic() - task.context.arrived_at) if request.timeout else pause
-                if left <= 0:
+                if task.seconds_left <= 0:
                     raise RequestTimeout from None
-                await asyncio.sleep(min(pause, left))
+                await asyncio.sleep(min(pause, task.seconds_left))
                 pause = min(2 * pause, _LONGEST_RETRY)
         async with aclosing(self._ask(request, task.context, heard)) as stream:
             chunks = [chunk async for chunk in stream]

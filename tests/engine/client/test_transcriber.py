@@ -132,6 +132,27 @@ async def hearing(tmp_path: Path) -> Hearing:
     return Hearing(decoder, hearing, known)
 
 
+async def test_the_time_of_a_request_may_be_over_before_it_is_heard(
+    hearing: Hearing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    async def hang(*args: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("")
+
+    for part, name in ((hearing.transcriber._media, "encode"), (hearing.transcriber._together, "gather")):
+        with monkeypatch.context() as patched:
+            patched.setattr(part, name, hang)
+            with pytest.raises(RequestTimeout):
+                await hearing.chunks(b"ab", language="en", timeout=0.01)
+    assert len(ended) == 4, "both windows of both sounds are given up"
+    assert not hearing.decoder.asked
+    assert len(await hearing.chunks(b"ab", language="en", timeout=60.0)) == 3
+
+
 async def test_windows_come_in_order_and_eight_at_a_time(hearing: Hearing) -> None:
     hearing.decoder.answer = lambda window, _: Answer(f" word {window}")
     chunks = await hearing.chunks(b"a" * 20, language="en")
