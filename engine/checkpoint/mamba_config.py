@@ -89,9 +89,7 @@ _UNATTENDED = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2
 def _mamba(fields: ConfigFields) -> HybridLayers:
     convolves_with_silu(fields)
     hidden = fields.number("hidden_size")
-    rank = -(-hidden // 16)
-    if fields.config["time_step_rank"] != "auto":
-        rank = fields.number("time_step_rank")
+    rank = -(-hidden // 16) if fields.config["time_step_rank"] == "auto" else fields.number("time_step_rank")
     eps = fields.real("mixer_rms_eps")
     parts = fields.number("state_size", most=MOST_PARTS), rank, fields.number("conv_kernel", most=MOST_PARTS)
     biases = fields.flag("use_bias"), fields.flag("use_conv_bias")
@@ -125,31 +123,19 @@ MIXER_DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
     "time_step_limit": None,
 }
-
-_ONLY_MAMBA = {
+_ALONE = {
     **MIXER_DEFAULTS,
     "expand": 2,
-    "state_size": 16,
-    "time_step_rank": "auto",
-    "max_position_embeddings": 131_072,  # its states have no end
-    "tie_word_embeddings": True,
+    "max_position_embeddings": 131_072,  # states have no end
 }
-
-
+_MAMBA = {**_ALONE, "state_size": 16, "time_step_rank": "auto", "tie_word_embeddings": True}
 MAMBAS = {
     "FalconMambaForCausalLM": ArchitectureDefaults(
-        absent={**_ONLY_MAMBA, "mixer_rms_eps": 1e-6}, hybrid=_mamba, translate=_mamba_fields
+        absent={**_MAMBA, "mixer_rms_eps": 1e-6}, hybrid=_mamba, translate=_mamba_fields
     ),
-    "MambaForCausalLM": ArchitectureDefaults(absent=_ONLY_MAMBA, hybrid=_mamba, translate=_mamba_fields),
+    "MambaForCausalLM": ArchitectureDefaults(absent=_MAMBA, hybrid=_mamba, translate=_mamba_fields),
     "Mamba2ForCausalLM": ArchitectureDefaults(
-        absent={
-            **MIXER_DEFAULTS,
-            "num_heads": 128,
-            "head_dim": 64,
-            "expand": 2,
-            "state_size": 128,
-            "max_position_embeddings": 131_072,  # its states have no end
-        },
+        absent={**_ALONE, "num_heads": 128, "head_dim": 64, "state_size": 128},
         hybrid=lambda fields: _only(mamba2_layers(fields), fields),
         translate=_mamba2_fields,
     ),
