@@ -59,7 +59,7 @@ TOKENS = 224
 _BAR = 1.3
 _WORDS, _LANGUAGES, _TIMES = 50257, 99, 1501
 _OURS, _THEIRS = "charonia", "ctranslate2"
-_BOUNDARY = "sound"
+_BOUNDARY = b"sound"
 
 
 class SpeechRun(NamedTuple):
@@ -97,9 +97,8 @@ def write_speech_model(directory: Path, config: dict[str, int]) -> None:
         vocab_size=_WORDS + len(special), d_model=config["d_model"], suppress_tokens=[], **shared, **start
     )
     model = library.WhisperForConditionalGeneration(parsed)
-    model.model.decoder.layer_norm.weight.data *= (
-        400 / config["d_model"] ** 0.5
-    )  # tokens are likely, as those of a trained one
+    # Tokens are likely, as those of a trained model.
+    model.model.decoder.layer_norm.weight.data *= 400 / config["d_model"] ** 0.5
     generation = {
         "lang_to_id": {name: ids[name] for name in languages},
         "task_to_id": {name[2:-2]: ids[name] for name in works[:2]},
@@ -133,12 +132,12 @@ def make_sound(seed: Sequence[int]) -> bytes:
 
 def transcribe(place: ServerAddress, sound: bytes) -> int:
     """Have a sound written down; returns how many tokens were made."""
-    fields = {"model": "", "language": "en", "temperature": "0.0001", "stream": "true"}
-    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items() if value]
+    fields = {"language": "en", "temperature": "0.0001", "stream": "true"}
+    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
     parts.append(b'name="file"; filename="sound.wav"\r\n\r\n' + sound)
-    body = b"".join(b"--%b\r\nContent-Disposition: form-data; %b\r\n" % (_BOUNDARY.encode(), part) for part in parts)
-    body += f"--{_BOUNDARY}--\r\n".encode()
-    headers = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"}
+    body = b"".join(b"--%b\r\nContent-Disposition: form-data; %b\r\n" % (_BOUNDARY, part) for part in parts)
+    body += b"--%b--\r\n" % _BOUNDARY
+    headers = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY.decode()}"}
     answer = fetch(place, "/v1/audio/transcriptions", body, timeout=600, headers=headers)
     last = [line for line in answer.decode().splitlines() if line.startswith("data: {")][-1]
     return int(json.loads(last.removeprefix("data: "))["usage"]["output_tokens"])
@@ -159,12 +158,8 @@ def run_ours(place: ServerAddress, count: int, turn: int) -> SpeechRun:
 def run_theirs(peer: PeerProcess, directory: Path, count: int, _: int) -> SpeechRun:
     """The same by the peer, whose sounds are numbered by itself. Raises as `PeerProcess.generate`."""
     ids = json.loads((directory / "generation_config.json").read_text())
-    prompt = [
-        ids["decoder_start_token_id"],
-        ids["lang_to_id"]["<|en|>"],
-        ids["task_to_id"]["transcribe"],
-        ids["no_timestamps_token_id"],
-    ]
+    asked = ids["lang_to_id"]["<|en|>"], ids["task_to_id"]["transcribe"]
+    prompt = [ids["decoder_start_token_id"], *asked, ids["no_timestamps_token_id"]]
     return SpeechRun(peer.generate([prompt] * count, TOKENS).seconds, count)
 
 
@@ -246,10 +241,8 @@ def main(
                         speed = ratio_of(own, runs[_THEIRS], lambda run: run.speed)
                         verdicts.append(TrialVerdict(f"{shape}, {count} at once, beside {_THEIRS}", speed, _BAR, True))
                         ratio = f"{speed:.2f}"
-                    seconds, speed = (
-                        median_of(own, figure) for figure in (lambda run: run.seconds, lambda run: run.speed)
-                    )
-                    table.add_row(shape, str(count), name, f"{seconds:.2f}", f"{speed:.0f}", ratio)
+                    seconds = median_of(own, lambda run: run.seconds)
+                    table.add_row(shape, str(count), name, f"{seconds:.2f}", f"{SECONDS * count / seconds:.0f}", ratio)
     console.print(table)
     show_verdicts(console, verdicts)
     sys.exit(not all(verdict.met for verdict in verdicts))
