@@ -36,9 +36,9 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         InvalidArgument: as `capable_backends`; or none of those can serve heads like these.
     """
     capable = capable_backends(name, spec.device, spec.dtype, spec.block_size, spec.kv_cache_dtype)
-    chosen = next((backend for backend in capable if _supports_heads(backend, spec)), None)
+    chosen = next((backend for backend in capable if _backend_for(backend, spec).supports_heads(spec)), None)
     if chosen == capable[0]:
-        return _create(chosen, spec)
+        return _backend_for(chosen, spec)(spec)
     refused = next((s for s in spec.shapes if not BACKENDS[capable[0]].supports_shape(s, spec.heads)), None)
     wanted = "additions to scores by distance"
     if refused is not None:
@@ -49,17 +49,12 @@ def create_backend(name: str, spec: CacheSpec) -> AttentionBackend:
         raise InvalidArgument(refusal, field="attention")
     if chosen == "reference":
         log.warning("%s, so torch attends, one sequence after the other: slowly", refusal)
-    return _create(chosen, spec)
+    return _backend_for(chosen, spec)(spec)
 
 
-def _supports_heads(name: str, spec: CacheSpec) -> bool:
-    return BACKENDS[name].supports_heads(spec) or (name == "triton" and TritonLatents.supports_heads(spec))
-
-
-def _create(name: str, spec: CacheSpec) -> AttentionBackend:
-    if name == "triton" and TritonLatents.supports_heads(spec):
-        return TritonLatents(spec)
-    return BACKENDS[name](spec)
+def _backend_for(name: str, spec: CacheSpec) -> type[AttentionBackend]:
+    """The one called `name`, of which Triton's has another form for latents."""
+    return TritonLatents if name == "triton" and TritonLatents.supports_heads(spec) else BACKENDS[name]
 
 
 def capable_backends(
