@@ -6,7 +6,7 @@ Knows nothing of text, of tensors, or of how messages travel.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ...core.errors import InvalidArgument, SentError
 from ...core.logprobs import Logprobs
-from ...core.metrics import DrafterTotals, EngineTotals
+from ...core.metrics import EngineTotals
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.plan import ForcedTokens, MaskSource, ResolvedSampling, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
@@ -341,9 +341,6 @@ class EngineCore:
         executor = self._executor
         grammars = NO_GRAMMARS if self._grammars is None else self._grammars.totals
         speculation, states = self._scheduler.speculation, self._cache.states
-        drafters: Mapping[str, DrafterTotals] | None = {} if speculation is None else speculation.reported
-        if speculation is not None and drafters is None:
-            drafters = speculation.copied_totals()
         events = None if self._events is None else self._events.publisher
         retention = self._cache.retention
         return msgspec.structs.replace(
@@ -359,7 +356,7 @@ class EngineCore:
             mask_seconds=constrained.seconds,
             forced_tokens=constrained.forced,
             drafters_off=0 if speculation is None else speculation.drafters_off,
-            drafters=drafters,
+            drafters={} if speculation is None else speculation.copied_totals(),
             eager_steps={reason.value: count for reason, count in executor.eager_steps.items()},
             failed_captures=executor.failed_captures,
             retention_refused=0 if retention is None else retention.refused_blocks,

@@ -105,17 +105,16 @@ class Speculation:
 
     def reset_totals(self) -> None:
         self.totals = {name: DrafterTotals() for name in (*self._drafters, GRAMMAR)}
-        self.reported: dict[str, DrafterTotals] | None = {}
-        """What `copied_totals` gave last; None since a drafter did more."""
+        self._reported: dict[str, DrafterTotals] | None = {}
         self._acceptance_rate = FIRST_RATE
         self.costs.reset_credit()
 
     def copied_totals(self) -> dict[str, DrafterTotals]:
         """The totals of drafters that did anything, as they are now: the same object as long as none did more."""
-        if self.reported is None:
+        if self._reported is None:
             active = ((name, total) for name, total in self.totals.items() if total.seconds or total.draft_tokens)
-            self.reported = {name: total.copied() for name, total in active}
-        return self.reported
+            self._reported = {name: total.copied() for name, total in active}
+        return self._reported
 
     def note_off(self) -> None:
         """A drafter was turned off."""
@@ -139,7 +138,7 @@ class Speculation:
         self.costs.learn()
         if self.costs.is_probe(decoding, self._rounds):
             return [[] for _ in asked]
-        self.reported, began = None, perf_counter()
+        self._reported, began = None, perf_counter()
         verified = self._draft(asked, decoding, step)
         self.costs.note_drafting(perf_counter() - began, len(asked))
         return verified
@@ -271,7 +270,7 @@ class Speculation:
 
     def take_proposals(self, proposals: Proposals) -> None:
         """Learn what it took to propose."""
-        self.reported = None
+        self._reported = None
         rows = len(proposals.rows)
         self.totals[[*self._drafters][-1]].seconds += proposals.seconds
         if self._in_trial:
@@ -282,7 +281,7 @@ class Speculation:
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Note that of `drafted` tokens of the sequence the first `accepted` were right."""
-        guess, self.reported = sequence.draft_guess, None
+        guess, self._reported = sequence.draft_guess, None
         own = min(guess.own, drafted)
         if own:
             self.totals[guess.drafter].count(0, own, accepted)
@@ -291,7 +290,7 @@ class Speculation:
 
     def finished(self, sequence: Sequence) -> None:
         """A sequence has ended: a drafter that learns is told."""
-        self.reported = None
+        self._reported = None
         for name, drafter in self._drafters.items():
             if isinstance(drafter, LearningDrafter):
                 began = perf_counter()
