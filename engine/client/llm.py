@@ -267,8 +267,8 @@ class LlmModel:
             raise InvalidArgument(f"model '{self._config.name}' writes down no sounds", field="model")
         return self._ask(request, context)
 
-    def _ask(self, request: GenerateRequest, context: RequestContext, heard: PromptPlaces | None = None) -> Chunks:
-        return DirectStream(partial(self._generate, request, context, heard))
+    def _ask(self, request: GenerateRequest, context: RequestContext, media: PromptPlaces | None = None) -> Chunks:
+        return DirectStream(partial(self._generate, request, context, media))
 
     async def _generate(
         self, request: GenerateRequest, context: RequestContext, media: PromptPlaces | None, output: Chunks
