@@ -40,9 +40,10 @@ def message_parts(message: ChatMessage) -> list[dict[str, Any]]:
 
 
 def text_with_tokens(message: ChatMessage, tokens: Mapping[MediaKind, str]) -> str:
-    """A message's content for a template that takes texts alone: each medium is a line with its token."""
+    """The content of a message with media for a template that takes texts alone: each medium is a line with its
+    token."""
     pieces = [part.get("text") or f"{tokens.get(part['type'], '')}\n" for part in message_parts(message)]
-    return "".join(pieces).rstrip("\n") if message.media and not message.content else "".join(pieces)
+    return "".join(pieces).rstrip("\n") if not message.content else "".join(pieces)
 
 
 def text_with_places(prompt: TextWithMedia, media: MediaText | None) -> str:

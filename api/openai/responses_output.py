@@ -13,7 +13,7 @@ from uuid import uuid4
 import orjson
 
 from ...core.errors import CharoniaError
-from ...core.logprobs import ScoredText
+from ...core.logprobs import ScoredText, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.error_responses import printable, status_of
 from .custom_tools import CustomInput
@@ -215,7 +215,8 @@ class ResponseOutput:
 
     def add_text(self, text: str) -> list[JsonObject]:
         """As `add`, for a chunk that is nothing but text, scored or not, and not the first."""
-        self._hold_scores(text)
+        if isinstance(text, ScoredText):
+            self._hold_logprobs((text.token,))
         return self._numbered(self._add_text(_MESSAGE, text))
 
     @property
@@ -227,15 +228,16 @@ class ResponseOutput:
     def grow_message(self, message: TextItem, text: str) -> tuple[list[orjson.Fragment], int]:
         """Have the open `message` grow by a text as in `add_text`; the logprobs and the number of the event that the
         caller makes."""
-        self._hold_scores(text)
+        if isinstance(text, ScoredText):
+            self._hold_logprobs((text.token,))
         logprobs = self._take_logprobs(_MESSAGE) if self._held_logprobs else []
         message.grow(text, logprobs)
         self._number += 1
         return logprobs, self._number - 1
 
-    def _hold_scores(self, text: str) -> None:
-        if self._shows_logprobs and isinstance(text, ScoredText):
-            self._held_logprobs += token_entries((text.token,))
+    def _hold_logprobs(self, tokens: Sequence[TokenLogprob]) -> None:
+        if self._shows_logprobs:
+            self._held_logprobs += token_entries(tokens)
 
     def end(self) -> list[JsonObject]:
         self._ended_at = int(time.time())
@@ -264,7 +266,9 @@ class ResponseOutput:
             pieces.insert(0, (_MESSAGE, chunk.text))
         if chunk.reasoning:
             pieces.insert(0, (_REASONING, chunk.reasoning))
-        self._hold_logprobs(chunk)
+        # A token of the text may bring none of it yet; those of reasoning and calls are not the text's.
+        if chunk.text or not (chunk.reasoning or chunk.tool_calls):
+            self._hold_logprobs(chunk.logprobs)
         # Of chunks that were merged nobody knows the order: what is open goes on first.
         opened = None if self._open is None else self._open.key
         for key, piece in sorted(pieces, key=lambda keyed: keyed[0] != opened):
@@ -272,11 +276,6 @@ class ResponseOutput:
                 yield from self._add_call(piece)
             else:
                 yield from self._add_text(str(key), piece)
-
-    def _hold_logprobs(self, chunk: GenerateChunk) -> None:
-        # A token of the text may bring none of it yet; those of reasoning and calls are not the text's.
-        if self._shows_logprobs and (chunk.text or not (chunk.reasoning or chunk.tool_calls)):
-            self._held_logprobs += token_entries(chunk.logprobs)
 
     def _add_text(self, kind: str, text: str) -> Iterator[JsonObject]:
         if isinstance(self._open, TextItem) and self._open.key == kind:
