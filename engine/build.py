@@ -16,7 +16,7 @@ from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
-from .checkpoint.vision_support import attends_to_encoder, media_kinds, sees_both_ways, writes_sounds_down
+from .checkpoint.media_support import attends_to_encoder, media_kinds, sees_both_ways, writes_sounds_down
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.infer import OWN_LAYOUT

@@ -10,11 +10,11 @@ import torch
 from ..checkpoint.adapter_targets import AdapterTargets
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint, is_drafting_layer, text_tensor_name
+from ..checkpoint.media_support import media_kinds
 from ..checkpoint.model_spec import CheckpointError, ModelSpec, UnsupportedVariant
 from ..checkpoint.packing_cache import Packing, packing_key
 from ..checkpoint.partition import PipelineStage, check_partition
 from ..checkpoint.quantised_weights import open_weights
-from ..checkpoint.vision_support import media_kinds
 from ..checkpoint.weights import WeightLoader, WeightSource, dtype_name
 from ..config import ParallelConfig
 from ..cpu import library

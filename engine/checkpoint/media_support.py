@@ -1,4 +1,4 @@
-"""Whether a checkpoint takes images or sounds, and how they attend, by its files. Knows no tower. Imports no torch."""
+"""Which media a checkpoint takes, and how they are attended to, by its files. Knows no tower. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
 
 
 def writes_sounds_down(directory: Path) -> bool:
-    """Whether a checkpoint does nothing else."""
+    """Whether that is all that a checkpoint does."""
     return read_json(directory / "config.json").get("model_type") in WRITING_FAMILIES
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.engine.checkpoint.vision_support import media_kinds, sees_both_ways
+from charonia.engine.checkpoint.media_support import media_kinds, sees_both_ways
 
 
 @pytest.mark.parametrize(
