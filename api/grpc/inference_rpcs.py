@@ -46,6 +46,7 @@ _STREAM = "ModelStreamInfer"
 _ARM = "charonia_arm"
 _WARNING = "charonia_warning"
 _ANYONE = Caller()
+_SHORT_REQUESTS = (KnownRequest, pb.ModelInferRequest)
 _MAX_CONCURRENT = 1024
 """Requests of one stream that are answered at a time; the next one is read when one of them is done."""
 
@@ -98,14 +99,13 @@ def answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessa
     """The encoded response of a model that computes in the event loop, without a context for the request: that costs
     more than all else that becomes of a small one. None where it takes more, or is to be refused. Raises what the model
     raises."""
-    known = type(message) is KnownRequest
-    if not policy.takes_all or not (known or type(message) is pb.ModelInferRequest):
+    if not policy.takes_all or type(message) not in _SHORT_REQUESTS:
         return None
     model = lookup.find_inline(message.model_name, message.model_version)
     if model is None or model.config.decoupled:
         return None
     try:
-        call = message.call if known else parse_infer_message(message, lookup.shared_state.shared_memory, _ANYONE)
+        call = _parse(lookup, message, _ANYONE)
     except CharoniaError:
         return None
     if call.deferred or not call.returns_plainly:
@@ -124,10 +124,14 @@ def answer_now(lookup: ServerLookup, policy: GrpcCallPolicy, message: ProtoMessa
             raise
 
 
-async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
+def _parse(lookup: ServerLookup, message: ProtoMessage, caller: Caller) -> InferCall:
     if type(message) is KnownRequest:
         return message.with_parameters(caller.parameters)
-    call = parse_infer_message(message, lookup.shared_state.shared_memory, caller)
+    return parse_infer_message(message, lookup.shared_state.shared_memory, caller)
+
+
+async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
+    call = _parse(lookup, message, caller)
     return await call.decode_deferred(model) if call.deferred else call
 
 
