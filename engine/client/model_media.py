@@ -118,16 +118,9 @@ class ModelMedia:
     ) -> None:
         self._services = services
         self._bidirectional = bidirectional
-        self._plain = plain
-
-    @property
-    def plain(self) -> PromptMedia | None:
-        """What a prompt without media has; None of a model without a token that stands for some."""
-        if self._services is None or self._services.preparer is None:
-            return self._plain
-        preparer = self._services.preparer
-        tokens = {kind: facts.token_ids[0] for kind, facts in preparer.facts.items() if facts.token_ids}
-        return PromptMedia(_text_of(preparer, ()), tokens) if tokens else None
+        self.plain = plain
+        """What a prompt without media has, once they are loaded; None of a model without a token that stands for
+        some."""
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -147,20 +140,18 @@ class ModelMedia:
         began = time.monotonic()
         try:
             await _all([part.load() for part in self._parts])
-        except (InvalidArgument, Unsupported) as error:
-            if self._services.attended:
-                await self.unload()
+        except BaseException as error:
+            await self.unload()
+            if self._services.attended or not isinstance(error, (InvalidArgument, Unsupported)):
                 raise
             log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
-            await self.unload()
             self._services = None
-        except BaseException:
-            await self.unload()
-            raise
-        else:
-            on_progress(
-                plural_nouns(self._services.kinds) or "texts", 1.0, time.monotonic() - began, "processor and tower"
-            )
+            return
+        if (preparer := self._services.preparer) is not None:
+            tokens = {kind: facts.token_ids[0] for kind, facts in preparer.facts.items() if facts.token_ids}
+            self.plain = PromptMedia(_text_of(preparer, ()), tokens) if tokens else None
+        nouns = plural_nouns(self._services.kinds) or "texts"
+        on_progress(nouns, 1.0, time.monotonic() - began, "processor and tower")
 
     async def unload(self) -> None:
         await asyncio.gather(*(part.unload() for part in self._parts))
@@ -182,7 +173,7 @@ class ModelMedia:
         """What stands for the media of a prompt in its text, if anything can. Raises as `read`."""
         services = self._checked(prompt_media(prompt))
         if services is None or services.preparer is None:
-            return None if self._plain is None else self._plain.text
+            return None if self.plain is None else self.plain.text
         return _text_of(services.preparer, await self._prepare(services.preparer, prompt_media(prompt), context))
 
     async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:

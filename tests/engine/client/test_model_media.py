@@ -191,6 +191,7 @@ async def test_who_leaves_ends_what_is_prepared_for_him() -> None:
 
     parts = Slow()
     media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
     other = replace(SOURCE, uuid="2")
     chat = Conversation((ChatMessage("user", "", media=(SOURCE, other)),))
     reading = asyncio.create_task(media.read(chat, RequestContext("chat"), ""))
@@ -215,7 +216,9 @@ async def test_the_first_error_ends_the_others() -> None:
             return medium(b"")
 
     parts = Picky()
+    media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
     chat = Conversation((ChatMessage("user", "", media=(SOURCE, replace(SOURCE, uuid="2"))),))
     with pytest.raises(InvalidArgument, match="broken"):
-        await ModelMedia(MediaServices(parts, parts)).read(chat, RequestContext("chat"), "")
+        await media.read(chat, RequestContext("chat"), "")
     assert ended == ["1"]
