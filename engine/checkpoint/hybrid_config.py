@@ -76,15 +76,14 @@ _NO_POSITIONS = "no positions"
 
 
 def _granite_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    config = fields.config
     shared = fields.number("shared_intermediate_size")
     own: dict[str, Any] = {"intermediate_size": shared, "shared_expert_intermediate_size": shared}
     own["moe_intermediate_size"] = fields.number("intermediate_size")
-    if config["position_embedding_type"] != "rope":
+    if fields.config["position_embedding_type"] != "rope":
         own["rope_parameters"] = {"rope_type": _NO_POSITIONS}
     if not fields.number("num_local_experts", 0, least=0):
-        config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
-    return {**config, **own}
+        own["num_experts_per_tok"] = None
+    return {**fields.config, **own}
 
 
 _NEMOTRON_LAYERS = {
@@ -106,8 +105,7 @@ def _nemotron(fields: ConfigFields) -> HybridLayers:
 
 
 def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
-    config = fields.config
-    pattern = config["hybrid_override_pattern"]
+    pattern = fields.config["hybrid_override_pattern"]
     if not isinstance(pattern, str):
         raise fields.error(f"hybrid_override_pattern must be a text, got {shorten(repr(pattern))}")
     types = fields.texts("layers_block_type") or fields.texts("layer_types") or [*pattern]
@@ -128,8 +126,8 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "shared_expert_intermediate_size": fields.number("moe_shared_expert_intermediate_size"),
     }
     if not sparse:
-        config = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
-    return {**config, **own}
+        own["num_experts_per_tok"] = None
+    return {**fields.config, **own}
 
 
 def _bamba(fields: ConfigFields) -> HybridLayers:
