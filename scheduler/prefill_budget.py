@@ -209,10 +209,11 @@ class PrefillBudget:
     @property
     def time_model(self) -> StepTimeModel:
         """The model with all observations learnt."""
-        for work, seconds in self._observed:
-            self._model.observe(work, seconds)
-        self._learnt += self._observed
-        self._observed.clear()
+        if self._observed:
+            for work, seconds in self._observed:
+                self._model.observe(work, seconds)
+            self._learnt += self._observed
+            self._observed.clear()
         return self._model
 
     def repeat_observations(self) -> None:
