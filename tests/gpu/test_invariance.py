@@ -4,11 +4,13 @@ among 63 and 255 others, with its prompt cut elsewhere, in recorded steps and in
 CHARONIA_KERNELS=triton runs a tiny shape on the interpreter.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from charonia.bench.gpu_engine import BLOCK, SMALL, RandomExecutor
 from charonia.bench.inline_loop import run_to_end
@@ -19,9 +21,11 @@ from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
-from .kernel_device import DEVICE, INTERPRETED, NEEDS_DEVICE
-
-pytestmark = NEEDS_DEVICE
+INTERPRETED = os.environ.get("CHARONIA_KERNELS") == "triton"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device"),
+]
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -43,7 +47,7 @@ def executor() -> Iterator[RandomExecutor]:
     work = SMALL._replace(batch_invariance=True)
     if INTERPRETED:
         work = work._replace(config=work.config | TINY, dtype="float16")
-    made = RandomExecutor(work, DEVICE.type, ROWS, LONGEST, BLOCKS)
+    made = RandomExecutor(work, "cpu" if INTERPRETED else "cuda", ROWS, LONGEST, BLOCKS)
     yield made
     made.close()
 

@@ -5,6 +5,7 @@ CHARONIA_KERNELS=triton runs them on the interpreter, without bf16.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +25,24 @@ from charonia.engine.layers.int4 import dequantize_int4, quantize_int4
 from charonia.engine.step_adapters import LoraPart, RankAdapter, StepAdapters
 from charonia.engine.step_batch import StepBatch
 
-from .kernel_device import DEVICE, DTYPES, INTERPRETED, NEEDS_DEVICE, random
-
 if TYPE_CHECKING:
     from charonia.engine.gpu.scaled_matmul import QuantisedRows
 
-pytestmark = NEEDS_DEVICE
+INTERPRETED = os.environ.get("CHARONIA_KERNELS") == "triton"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device"),
+]
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 PLAIN = LayerAttention()
 CAPPED = LayerAttention(100, 0.1, 20.0)
 SUNK = LayerAttention(None, None, None, sinks=True)
 BLOCK = 16
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
 def near(found: Tensor, right: Tensor, roundings: float = 8) -> bool:

@@ -4,6 +4,7 @@ drafts and single tokens in one step, to the bit as alone.
 CHARONIA_KERNELS=triton runs smaller shapes on the interpreter, without bf16.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,13 @@ from charonia.engine.layers.state_convolution import TorchConvolution
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.step_states import StepStates
 
-from .kernel_device import DEVICE, DTYPES, INTERPRETED, NEEDS_DEVICE, random
-
-pytestmark = NEEDS_DEVICE
+INTERPRETED = os.environ.get("CHARONIA_KERNELS") == "triton"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device"),
+]
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 ROWS, LONG = 4, 9 if INTERPRETED else 300
 COUNTS = [1, LONG, 5, 1]
 SAVES = [(1, 7, ROWS), (2, 1, ROWS + 1), (2, 2, ROWS + 2)]
@@ -34,6 +39,10 @@ DELTA = RecurrenceShape(2, 1, 32, 24, 0, 32, 64) if INTERPRETED else RecurrenceS
 SCAN = RecurrenceShape(2, 1, 32, 24, 80, 48, 0) if INTERPRETED else RecurrenceShape(48, 1, 128, 64, 3200, 3072, 0)
 assert runtime.serves(DTYPES[0], DEVICE) or not INTERPRETED  # which asks for the interpreter before Triton comes
 Layer = Callable[[Tensor, Tensor, Tensor, StepSlotStates], Tensor]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
 def step(kept: LayerSlots, rows: list[int], counts: list[int], saves: list[tuple[int, int, int]]) -> StepSlotStates:
