@@ -106,7 +106,8 @@ class GpuReport:
 def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
     """Run the tests in `folder`, side by side where pytest can, for so many seconds at most; each one that fails is a
     failure of the report."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", str(folder)]
+    root = folder.resolve().parents[1]  # where tests import from others; the folder's own pytest.ini would be it
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", f"--rootdir={root}", str(folder)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
     what = f"tests of {folder}"
