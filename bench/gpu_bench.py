@@ -30,8 +30,8 @@ from .gpu_engine import (
     one_plan,
     random_prompts,
     time_steps,
-    use_graphs,
     with_drafts,
+    without_graphs,
 )
 from .gpu_layers import LAYERS, LayerBench
 from .gpu_report import Figure
@@ -184,15 +184,20 @@ class GpuBench:
 
     def mixed_steps(self) -> Iterator[Figure]:
         """Steps with a part of a prompt beside rows that decode, launched kernel by kernel and as a graph."""
+        runner = self.executor.rank.runner
+        with without_graphs(runner):
+            yield self.mixed_step(", launched")
+        if runner.computer.graphs is not None:
+            yield self.mixed_step()
+
+    def mixed_step(self, how: str = "") -> Figure:
         work, runner = self.work, self.executor.rank.runner
         rows, chunk, steps = work.batches[1], max(work.prompt // 32, 1), work.steps // 4 + 14
-        graphs, blocks = runner.computer.graphs, -(-max(work.context + steps, chunk * (steps + 1)) // BLOCK)
-        for launched in (True, False) if graphs is not None else (True,):
-            use_graphs(runner, None if launched else graphs)
-            self.allocate((rows + 1) * blocks)
-            seconds, launching = time_steps(runner, [*mixed_plans(rows, work.context, steps, blocks, chunk)])
-            name = f"{work.name} step of {rows} and {chunk:,} tokens of a prompt{', launched' if launched else ''}"
-            yield Figure(name, 1e3 * seconds, "ms", more=f"launched in {1e3 * launching:.2f} ms of the host")
+        blocks = -(-max(work.context + steps, chunk * (steps + 1)) // BLOCK)
+        self.allocate((rows + 1) * blocks)
+        seconds, launching = time_steps(runner, [*mixed_plans(rows, work.context, steps, blocks, chunk)])
+        name = f"{work.name} step of {rows} and {chunk:,} tokens of a prompt{how}"
+        return Figure(name, 1e3 * seconds, "ms", more=f"launched in {1e3 * launching:.2f} ms of the host")
 
     def prefill(self) -> Iterator[Figure]:
         tokens, executor = self.work.prompt, self.executor

@@ -2,6 +2,7 @@
 the plans of its steps."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from ..engine.checkpoint.weights import TensorSlice
 from ..engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from ..engine.cpu.matmul import GroupedRows
 from ..engine.cpu.recurrent import RecurrenceShape
-from ..engine.gpu.graphs import DecodeGraphs
 from ..engine.models.registry import NativeBuilder
 from ..engine.worker.device_step_computer import DeviceStepComputer
 from ..engine.worker.inline_executor import InlineExecutor
@@ -203,10 +203,18 @@ def random_prompts(work: GpuWork, sequences: int) -> list[list[int]]:
     return prompts
 
 
-def use_graphs(runner: ModelRunner, graphs: DecodeGraphs | None) -> None:
-    """Replay steps by `graphs` from now on; they refer to the cache that there was."""
-    if isinstance(runner.computer, DeviceStepComputer):
-        runner.computer.graphs = graphs
+@contextmanager
+def without_graphs(runner: ModelRunner) -> Iterator[None]:
+    """Steps are launched kernel by kernel here. Behind it graphs refer to the cache that there was before."""
+    computer = runner.computer
+    if not isinstance(computer, DeviceStepComputer):
+        yield
+        return
+    graphs, computer.graphs = computer.graphs, None
+    try:
+        yield
+    finally:
+        computer.graphs = graphs
 
 
 UNCOUNTED = 12

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,10 +12,11 @@ from safetensors import safe_open
 
 from charonia.bench.gpu import measure
 from charonia.bench.gpu_bench import GpuBench
-from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork
+from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork, without_graphs
 from charonia.bench.gpu_report import Figure, GpuReport
 from charonia.bench.gpu_served import StreamLoads
 from charonia.engine.cpu.recurrent import RecurrenceShape
+from tests.recording import compute_on_queue
 
 TINY = LLAMA_EIGHT_BILLION | {
     "hidden_size": 64,
@@ -129,3 +130,13 @@ def test_rows_that_have_no_time_are_left_out(report: GpuReport, tmp_path: Path) 
     measure(rows, report, perf_counter() + rows[0].seconds + 5)
     report.close(is_finished=True)
     assert report.last_line == "nothing failed; left out for want of time: experts"
+
+
+def test_graphs_are_back_behind_steps_that_fail(tmp_path: Path) -> None:
+    rank = Cpu(WORK, tmp_path).executor.rank
+    computer: Any = compute_on_queue(rank)
+    computer.graphs = graphs = object()
+    with suppress(RuntimeError), without_graphs(rank.runner):
+        assert computer.graphs is None
+        raise RuntimeError
+    assert computer.graphs is graphs
