@@ -114,9 +114,13 @@ class AttentionCase:
     def kept(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of each row in float64, as they are read out of a cache of codes."""
         assert isinstance(self.backend, TritonAttention)
-        codes, scales = self.backend._cache[0].double(), self.backend._scales[0].double().movedim(-1, 0)
+        keys, values, scales = self.backend._layers[0]
+        assert scales is not None
         largest = 127.0 if self.spec.kv_cache_dtype == "int8" else 448.0
-        numbers = (codes * (scales / largest).unsqueeze(-1)).transpose(2, 3).flatten(1, 2)
+        lines = len(keys), -1, BLOCK, self.spec.head_dim
+        codes = torch.stack((keys, values)).double().view(2, *lines)
+        factors = scales.double().movedim(-1, 0).reshape(2, len(keys), -1, BLOCK, 1) / largest
+        numbers = (codes * factors).transpose(2, 3).flatten(1, 2)
         found = []
         for table, row in zip(self.tables, self.rows, strict=True):
             place = torch.arange(sum(row))
