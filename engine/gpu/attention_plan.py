@@ -51,13 +51,14 @@ class CacheShape(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values, each [blocks, kv_heads, block_size, head_dim], those of a block contiguous."""
+    """Keys and values, each [blocks, numbers], of which a block's first are [kv_heads, block_size, head_dim]; behind
+    them may be those of other layers."""
 
     keys: Tensor
     values: Tensor
     scales: Tensor | None = None
-    """For codes, the number that the largest code stands for in each line, float32 [blocks, kv_heads, block_size, keys
-    and values]."""
+    """For codes, the number that the largest code stands for in each line, float32 [blocks, lines, keys and values],
+    in the same way."""
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
