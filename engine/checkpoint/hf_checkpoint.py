@@ -123,7 +123,7 @@ _T5_PARTS = {
     "2.layer_norm": "final_layer_norm",
 }
 """Parts of a layer of T5's decoder, which its checkpoints number -> as others call them."""
-_T5_PART = re.compile(r"decoder\.block\.(\d{1,9})\.layer\.([012]\.(?:[A-Za-z]+\.)?[a-z_0-9]+?)(?=\.weight$)")
+_T5_WEIGHT = re.compile(r"decoder\.block\.(\d{1,9})\.layer\.(.+)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +217,8 @@ def _deepstack_layers(config: Mapping[str, Any]) -> int:
 
 def text_tensor_name(stored: str) -> str:
     """The name of a text part's tensor in a checkpoint of text alone; other tensors keep their names."""
-    if (part := _T5_PART.match(stored)) is not None:
-        return f"model.layers.{part[1]}.{_T5_PARTS[part[2]]}{stored[part.end() :]}"
+    if (weight := _T5_WEIGHT.fullmatch(stored)) is not None and weight[2] in _T5_PARTS:
+        return f"model.layers.{weight[1]}.{_T5_PARTS[weight[2]]}.weight"
     for prefix, own in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

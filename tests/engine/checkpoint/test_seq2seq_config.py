@@ -1,7 +1,8 @@
-"""What config.json of T5 may say of distances: tables are made of it."""
+"""What config.json of T5 may say of distances, of which tables are made, and the names of its tensors."""
 
 import pytest
 
+from charonia.engine.checkpoint.hf_checkpoint import text_tensor_name
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.checkpoint.model_spec import CheckpointError
 
@@ -26,3 +27,15 @@ def test_distances_that_no_table_has_are_refused(buckets: int, farthest: int, re
 def test_the_last_distance_has_all_beyond() -> None:
     spec = read_spec(T5 | {"relative_attention_max_distance": 17}, "here")
     assert [kind and kind.distances for kind in spec.attention] == [18] * spec.layers
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        ("decoder.block.3.layer.0.SelfAttention.q.weight", "model.layers.3.self_attn.q_proj.weight"),
+        ("decoder.block.3.layer.2.DenseReluDense.wi_0.weight", "model.layers.3.gate_proj.weight"),
+        *((name, name) for name in ("decoder.block.3.layer.2.mlp.wi.weight", "decoder.block.3.layer.1.gate.weight")),
+    ],
+)
+def test_tensors_that_t5_has_not_keep_their_names(stored: str, own: str) -> None:
+    assert text_tensor_name(stored) == own
