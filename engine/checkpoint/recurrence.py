@@ -1,5 +1,5 @@
 """What recurrent layers are like, in numbers: the states that they keep of a sequence, and the sizes they come from.
-`hybrid_config.py` reads them from config.json."""
+`hybrid_config.py` and `mamba_config.py` read them from config.json."""
 
 from typing import NamedTuple, TypeAlias
 
