@@ -108,7 +108,7 @@ class StaticStep(NamedTuple):
     """Those of its rows' states, where layers keep some."""
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of steps, for one thread. `compute(step)` returns the logits [L, vocabulary], and then other outputs
     at each place; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
     counts steps without a graph, and `failed_captures` is counted, too: each is tried again later."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.eager_reason import EagerReason
 from ...scheduler.plan import IntArray, MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
-from ..gpu.graphs import DecodeGraphs, StaticStep
+from ..gpu.graphs import StaticStep, StepGraphs
 from ..layers.step_context import StepContext
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
@@ -38,7 +38,7 @@ class DeviceStepComputer:
         self.decoder = decoder
         self.attention = attention
         self.stores = stores
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         """Recorded steps, made around `compute_static`; the attention must be able to."""
         self.eager_steps: Counter[EagerReason] = Counter()
         self._rows = rows
@@ -62,7 +62,7 @@ class DeviceStepComputer:
 
     @torch.inference_mode()
     def compute_static(self, step: StaticStep) -> list[Tensor]:
-        """The `compute` of `DecodeGraphs`: logits, and the states that a head goes on from."""
+        """The `compute` of `StepGraphs`: logits, and the states that a head goes on from."""
         batch = self._rows.static_batch(step)
         states = self.stores.states
         recorded = None

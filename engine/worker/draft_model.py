@@ -195,7 +195,7 @@ class DraftModel(StepDrafter):
 
     @torch.inference_mode()
     def compute_static(self, step: StaticStep) -> list[Tensor]:
-        """The `compute` of `DecodeGraphs`."""
+        """The `compute` of `StepGraphs`."""
         batch = self._rows.static_batch(step, self._table)
         if self._limits.tokens is not None:  # padded places have any row's first token, though it may not know it
             batch.tokens = batch.tokens.clamp(max=self._limits.tokens - 1)

@@ -52,7 +52,7 @@ from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
 from .step_computer import RowStores, StepComputer
-from .step_recording import record_decode_steps
+from .step_recording import record_steps
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def load_rank(
         computer = CpuStepComputer(decoder, attention, rows, stores)
     else:
         computer = DeviceStepComputer(decoder, attention, rows, device, stores)
-        record_decode_steps(config, context, computer, draft, CudaRecorder(device))
+        record_steps(config, context, computer, draft, CudaRecorder(device))
     return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 
 

@@ -15,7 +15,7 @@ from ...core.logprobs import Logprobs
 from ...scheduler.plan import IntArray, MaskSource, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..attention.host_cache import HostCache
-from ..gpu.graphs import DecodeGraphs
+from ..gpu.graphs import StepGraphs
 from .rank_places import RankPlaces
 from .row_states import RowStates, StepInputs
 from .step_computer import BegunStep, StepComputer
@@ -92,7 +92,7 @@ class ModelRunner:
         return [self.computer.attention, *drafting]
 
     @property
-    def all_graphs(self) -> list[DecodeGraphs]:
+    def all_graphs(self) -> list[StepGraphs]:
         """The graphs of the computer, and of the model that drafts."""
         recorded = self.computer.graphs, None if self.draft is None else self.draft.graphs
         return [graphs for graphs in recorded if graphs is not None]

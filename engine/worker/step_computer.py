@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from ...core.eager_reason import EagerReason
 from ...scheduler.plan import MaskSource, StepPlan
 from ..attention.backend import AttentionBackend
-from ..gpu.graphs import DecodeGraphs
+from ..gpu.graphs import StepGraphs
 from ..layers.recurrent_state import StateSlots, StepSlotStates
 from ..layers.step_context import StepAttention
 from ..models.interfaces import Decoder
@@ -84,7 +84,7 @@ class StepComputer(Protocol):
     def stores(self) -> RowStores: ...
 
     @property
-    def graphs(self) -> DecodeGraphs | None:
+    def graphs(self) -> StepGraphs | None:
         """Decode steps that were recorded from launches; they refer to the cache and to the tables of the rows."""
 
     @property

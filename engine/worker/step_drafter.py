@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...scheduler.plan import IntArray, Proposals, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
-from ..gpu.graphs import DecodeGraphs
+from ..gpu.graphs import StepGraphs
 from ..models.draft_head import DraftHead
 from ..models.interfaces import Decoder
 from ..step_batch import HostCopy, SamplingArray
@@ -26,7 +26,7 @@ class StepDrafter(ABC):
         self.attention = attention
         self._rows = rows
         self._draws = draws
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         """Recorded passes, where there are some."""
         self._sample = choose_sampler(rows.device)
 

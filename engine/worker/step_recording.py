@@ -7,7 +7,7 @@ from ..checkpoint.build_context import BuildContext
 from ..config import EngineConfig
 from ..gpu import runtime
 from ..gpu.graph_buckets import GraphBuckets
-from ..gpu.graphs import DecodeGraphs, Recorder
+from ..gpu.graphs import Recorder, StepGraphs
 from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from .device_step_computer import DeviceStepComputer
@@ -17,7 +17,7 @@ from .step_drafter import StepDrafter
 log = logging.getLogger(__name__)
 
 
-def record_decode_steps(
+def record_steps(
     config: EngineConfig,
     context: BuildContext,
     computer: DeviceStepComputer,
@@ -42,7 +42,7 @@ def record_decode_steps(
         if computer.attention.records_prompts:
             prompts = min(config.graph_prompt_tokens, config.scheduler.max_num_batched_tokens)
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters, prompts)
-        computer.graphs = DecodeGraphs(computer.compute_static, buckets, context.device, record)
+        computer.graphs = StepGraphs(computer.compute_static, buckets, context.device, record)
     else:
         log.info("steps are computed without CUDA graphs: %s", obstacle)
     if not isinstance(draft, DraftModel):
@@ -51,7 +51,7 @@ def record_decode_steps(
     if obstacle is None:
         most = min(2, draft.attention.recordable_places)  # after drafts that were all right it lacks two tokens
         buckets = GraphBuckets.of_limits(rows, draft.longest, most)
-        draft.graphs = DecodeGraphs(draft.compute_static, buckets, context.device, record)
+        draft.graphs = StepGraphs(draft.compute_static, buckets, context.device, record)
     else:
         log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
 

@@ -30,14 +30,14 @@ from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.cpu import library
 from charonia.engine.cpu.lora import CAdapterTable
 from charonia.engine.gpu.graph_buckets import GRAPH_BYTES, GraphBuckets, GraphKey, StepExtent
-from charonia.engine.gpu.graphs import DecodeGraphs, StaticStep
+from charonia.engine.gpu.graphs import StaticStep, StepGraphs
 from charonia.engine.layers import linear
 from charonia.engine.step_adapters import StepAdapters
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.draft_model import DraftModel
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.row_states import StepInputs
-from charonia.engine.worker.step_recording import record_decode_steps
+from charonia.engine.worker.step_recording import record_steps
 from charonia.engine.worker.step_samples import ChosenTokens, StepLogits, TokenChooser
 from charonia.engine.worker.vocabulary_map import VocabularyMap
 from charonia.kvcache.manager import KVCacheManager
@@ -149,11 +149,11 @@ class Setting:
     def set_pace(self, seconds: float) -> None:
         """Begin anew without graphs, with so many seconds from one step to the next."""
         runner, clock = self.executor.rank.runner, (at * seconds for at in range(10**6))
-        self.graphs = DecodeGraphs(self.computer.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
+        self.graphs = StepGraphs(self.computer.compute_static, LARGEST, CPU, self.recorder, clock.__next__)
         self.computer.graphs = self.graphs
         if isinstance(runner.draft, DraftModel):
             buckets = GraphBuckets((1, 2, 4), (32, LONGEST), (2, 8), 2)
-            runner.draft.graphs = DecodeGraphs(runner.draft.compute_static, buckets, CPU, self.recorder, clock.__next__)
+            runner.draft.graphs = StepGraphs(runner.draft.compute_static, buckets, CPU, self.recorder, clock.__next__)
 
     def eager_answers(self) -> list[list[int]]:
         """How each prompt is answered with each adapter, one after the other, by steps that are not recorded."""
@@ -363,14 +363,14 @@ def test_a_draft_models_passes_are_replayed(drafting: Setting, cancelled: dict[i
 def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: pytest.LogCaptureFixture) -> None:
     """As many places a row as drafts need, and the attention takes; two for a draft model."""
     rank = drafting.executor.rank
-    record_decode_steps(drafting.config, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
+    record_steps(drafting.config, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     target, draft = rank.runner.all_graphs
     assert (target.buckets.most, target.buckets.adapters) == (1 + MOST, 0)
     assert (draft.buckets.most, draft.buckets.contexts) == (2, target.buckets.contexts)
     many = msgspec.structs.replace(
         drafting.config, speculation=SpeculationConfig(num_speculative_tokens=20, method="ngram")
     )
-    record_decode_steps(many, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
+    record_steps(many, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     assert rank.runner.all_graphs[0].buckets.most == DeviceAttention.recordable_places
     while any(graphs.capture_one() for graphs in rank.runner.all_graphs):
         pass
@@ -378,7 +378,7 @@ def test_what_can_be_recorded_is(drafting: Setting, adapted: Setting, caplog: py
     drafting.computer.graphs = None
     with caplog.at_level("INFO"):
         eager = msgspec.structs.replace(drafting.config, enforce_eager=True)
-        record_decode_steps(eager, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
+        record_steps(eager, rank.context, drafting.computer, rank.runner.draft, drafting.recorder)
     assert drafting.computer.graphs is None
     assert caplog.messages == ["steps are computed without CUDA graphs: enforce_eager"]
 
@@ -452,9 +452,9 @@ def test_logits_are_the_same_bits_launched_and_replayed(
     assert all(torch.equal(one, other) for one, other in zip(graphs, logits, strict=True))
 
 
-def table(compute: Callable[[StaticStep], list[Tensor]], clock: Callable[[], float]) -> tuple[DecodeGraphs, Recorder]:
+def table(compute: Callable[[StaticStep], list[Tensor]], clock: Callable[[], float]) -> tuple[StepGraphs, Recorder]:
     recorder = Recorder()
-    return DecodeGraphs(compute, GraphBuckets((1, 2, 4), (16, 64), (2, 8), 3), CPU, recorder, clock), recorder
+    return StepGraphs(compute, GraphBuckets((1, 2, 4), (16, 64), (2, 8), 3), CPU, recorder, clock), recorder
 
 
 def batch(counts: Sequence[int], start: int) -> StepBatch:
@@ -538,7 +538,7 @@ def test_steps_with_prompts_have_graphs_too() -> None:
         return [places.float()[:, None], everywhere]
 
     buckets = GraphBuckets((1, 2, 4), (64,), (2, 8), 3, 0, (8, 24))
-    graphs = DecodeGraphs(compute, buckets, CPU, Recorder(), lambda: 0.0)
+    graphs = StepGraphs(compute, buckets, CPU, Recorder(), lambda: 0.0)
     graphs.capture_usual(lambda fraction: None)
     assert [key[2:4] for key in asked[::2] if key.prompts] == [(1, 24), (1, 8), (3, 24), (3, 8)]
     assert [key.prompts for key in asked] == sorted(key.prompts for key in asked)

@@ -22,7 +22,7 @@ from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.models.registry import NativeBuilder
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import check_rank_config, load_rank
-from charonia.engine.worker.step_recording import record_decode_steps
+from charonia.engine.worker.step_recording import record_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import Speculation
@@ -634,7 +634,7 @@ def test_a_head_goes_on_from_the_states_of_replayed_steps(
             rank.rows._lines = 3  # as on a GPU, where tables stay
             computer = compute_on_queue(rank)
             executor.allocate(BLOCKS)
-            record_decode_steps(config, rank.context, computer, rank.runner.draft, recorder)
+            record_steps(config, rank.context, computer, rank.runner.draft, recorder)
             while any(graph.capture_one() for graph in rank.runner.all_graphs):
                 pass
         eager.append(sum(graphs.eager_steps.total() for graphs in executor.rank.runner.all_graphs))

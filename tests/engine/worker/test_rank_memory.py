@@ -9,7 +9,7 @@ from torch import Tensor
 
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.gpu.graph_buckets import GRAPH_BYTES, GraphBuckets
-from charonia.engine.gpu.graphs import DecodeGraphs
+from charonia.engine.gpu.graphs import StepGraphs
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.interfaces import LogitsIterator
 from charonia.engine.worker import rank_memory
@@ -75,7 +75,7 @@ def test_the_worst_step_is_measured_with_what_graphs_keep(
     assert sizes == [(600, 64)]
     buckets = GraphBuckets((1, 2), (256,))
     cpu = torch.device("cpu")
-    computer.graphs = DecodeGraphs(computer.compute_static, buckets, cpu, lambda launches: launches)
+    computer.graphs = StepGraphs(computer.compute_static, buckets, cpu, lambda launches: launches)
     assert measure_step_bytes(rank.config, rank.context, runner, computer) == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
     assert sizes[1:] == [(600, 64), (2, 2)]
     rank.close()
