@@ -86,6 +86,11 @@ class GpuBench:
             Row("attention, decode", 6, lambda: self.decode_attention(*work.attended)),
             Row("attention, prefill", 6, lambda: self.prefill_attention(work.prompt)),
             *self.step_rows(),
+            *(
+                [Row("products of few rows", 15, lambda: self.layers.few_rows(self.read))]
+                if self.dtype.itemsize == 2 and runtime.serves(self.dtype, self.device)
+                else []
+            ),
             Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
             Row("steps with parts of prompts", 10, self.mixed_steps),
             Row("pictures of steps", 15, self.trace),

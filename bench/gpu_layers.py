@@ -3,6 +3,7 @@ and attention over latents."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
@@ -61,6 +62,34 @@ class LayerBench:
             share = int(chosen.flatten().bincount().count_nonzero()) * 3 * hidden * inner * width / seconds / read
             name = f"{rows} tokens by {count} experts, {self.work.dtype if kind == 'none' else kind}"
             yield Figure(name, 1e6 * seconds, "us", share, "bandwidth")
+
+    def few_rows(self, read: float) -> Iterator[Figure]:
+        """Products of few rows by cuBLAS, and by the kernel in each of its tiles, of several layers' weights in turn;
+        gate and up with the gate behind them."""
+        kernel: Any = import_module("charonia.engine.gpu.few_rows_kernel")
+        gate: Any = import_module("charonia.engine.gpu.gate")
+        config = self.work.config
+        hidden, inner, size = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        shapes = {
+            "queries, keys and values": ((heads + 2 * kv_heads) * size, hidden, ""),
+            "attention's output": (hidden, heads * size, ""),
+            "gate and up": (2 * inner, hidden, "silu"),
+            "down": (hidden, inner, ""),
+        }
+        for what, (outputs, inputs, activation) in shapes.items():
+            weights = [self._random(outputs, inputs) for _ in range(2 * LAYERS)]
+            behind = gate.TritonGate(activation) if activation else torch.nn.Identity()
+            for rows in (1, runtime.FEW_ROWS):
+                x = self._random(rows, inputs)
+                ways: dict[str, Callable[[torch.Tensor], object]] = {"cuBLAS": partial(_by_cublas, x, behind)}
+                for tile in kernel.TILES:
+                    name = f"kernel, {tile.outputs} x {tile.inputs}, {tile.stages} stages"
+                    ways[name] = partial(_by_kernel, kernel.multiply_few_rows, x, activation, tile)
+                for way, multiply in ways.items():
+                    seconds = self.seconds(partial(_each, multiply, weights)) / len(weights)
+                    share = weights[0].nbytes / seconds / read
+                    yield Figure(f"{what}, {rows} rows, {way}", 1e6 * seconds, "us", share, "bandwidth")
 
     def states(self, read: float) -> Iterator[Figure]:
         """Convolutions, and both recurrences, of rows that decode, of which each matrix is read and written, and of a
@@ -138,3 +167,18 @@ class LayerBench:
         v = None if kept.values_in_keys else self._random(rows * count, kept.heads, kept.value_size)
         seconds = self.seconds(lambda: [step(layer, q, k, v) for layer in range(spec.layers)])
         return seconds / spec.layers, backend.block_bytes / BLOCK / spec.layers
+
+
+def _by_cublas(x: torch.Tensor, behind: Callable[[torch.Tensor], object], weight: torch.Tensor) -> object:
+    return behind(torch.nn.functional.linear(x, weight))
+
+
+def _by_kernel(
+    multiply: Callable[..., torch.Tensor], x: torch.Tensor, activation: str, tile: object, weight: torch.Tensor
+) -> torch.Tensor:
+    return multiply(x, weight, None, activation, tile)
+
+
+def _each(multiply: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> None:
+    for weight in weights:
+        multiply(weight)

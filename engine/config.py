@@ -272,6 +272,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     then."""
     batch_invariance: bool = False
     """On a GPU products are computed in an order of sums that their rows do not decide; on a CPU they always are."""
+    few_row_kernel: str = "auto"
+    """on, off, or auto: on a GPU products of few rows in half precision are computed by a kernel of ours where it is
+    measured to be faster."""
     enforce_eager: bool = False
     """All steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True

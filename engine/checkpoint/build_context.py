@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from .model_spec import DecoderShape, LayerAttention, ModelSpec
 from .packing_cache import PackingCache
 from .partition import PipelineStage
+
+if TYPE_CHECKING:
+    from ..gpu.few_rows import FewRowProducts
 
 
 class TensorGroup(Protocol):
@@ -157,3 +160,5 @@ class BuildContext(NamedTuple):
     """The largest rank of adapters that may be loaded; 0: none will be."""
     batch_invariance: bool = False
     """Products on a GPU take no row's sums in an order that other rows decide."""
+    few_rows: "FewRowProducts | None" = None
+    """Where products whose few rows a GPU's kernel may compute are kept; None: it computes none."""

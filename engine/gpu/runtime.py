@@ -65,6 +65,9 @@ def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
 
 
+FEW_ROWS = 16
+"""The most rows of a product that has a kernel for few."""
+
 DIVISIBLE = ":16"
 
 

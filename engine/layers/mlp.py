@@ -19,9 +19,11 @@ from ..cpu.experts import FusedMixture, Routing, gate_rows
 from ..cpu.matmul import MatrixProduct
 from ..cpu.op_trace import untraceable_reason
 from ..gpu import runtime
+from ..gpu.few_rows import FewRowMatmul
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear, column_slices, split_reason
 from .product_matrix import LAYER, ROUTER, ProductMatrix, build_matmul
 from .step_context import StepContext
+from .torch_matmul import Matmul
 
 if TYPE_CHECKING:
     from ..gpu.experts import TritonExperts
@@ -86,6 +88,9 @@ class GatedMLP:
         self._down: RowLinear | LayerMatmul = whole.partial if partial else whole
         self._gate = fastest_gate(spec.activation, loader)
         self._spreads = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
+        self._gated = None
+        if loader.adaptable is None and self._spreads is None:
+            self._gated = _gated_product(self._gate_up.product, spec.activation, self._gate)
         self.untraceable = whole.untraceable or (None if self._spreads is None else "its gates are thinned by torch")
 
     @property
@@ -97,10 +102,20 @@ class GatedMLP:
         return (packed[0], packed[1]) if len(packed) == 2 else None
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        if self._gated is not None:
+            return self._down(self._gated(x), context)
         both = self._gate_up(x, context)
         if self._spreads is not None:
             _keep_largest(both.chunk(2, -1)[0], self._spreads)
         return self._down(self._gate(both), context)
+
+
+def _gated_product(product: Matmul, activation: str, gate: "FusedGate | TorchGate | TritonGate") -> Matmul | None:
+    """The product and its gate as one, where a kernel may compute both; None: none does."""
+    if not isinstance(product, FewRowMatmul) or isinstance(gate, FusedGate | TorchGate):
+        return None
+    product.end_with(activation, gate)
+    return product.gated
 
 
 def _keep_largest(gates: Tensor, spreads: float) -> None:

@@ -191,6 +191,10 @@ class ProductMatrix:
 
             self._count(None)
             return TritonFloatMatmul(self._floats(), bias)
+        few_rows = self._loader.context.few_rows
+        if few_rows is not None and self._use.quantizable:
+            self._count(None)
+            return few_rows.make(self._floats(), bias)
         return self.in_torch(bias)
 
     def grouped_weights(self) -> "GroupedWeights":

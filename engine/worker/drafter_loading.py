@@ -41,7 +41,8 @@ def load_drafter(
         message = f"speculative_config: {speculation.method} needs a model that is not computed by transformers"
         raise InvalidArgument(message, field="speculative_config")
     quantization = speculation.quantization or ("none" if target.quantization == "none" else "int8")
-    context = BuildContext(target.dtype, target.device, target.max_positions, quantization=quantization)
+    sizes = target.dtype, target.device, target.max_positions
+    context = BuildContext(*sizes, quantization=quantization, few_rows=target.few_rows)
     head: DraftHead
     if speculation.method == "mtp":
         head = MtpHead(open_checkpoint(config.model), shape, context, decoder, config.parallel.tensor > 1)
@@ -94,6 +95,7 @@ def _load_draft_model(
     positions = min(target.max_positions, builder.max_position)
     draft = msgspec.structs.replace(draft, max_model_len=positions, device=str(target.device))
     context = build_context(draft, builder)
+    context = context._replace(few_rows=context.few_rows and target.few_rows)  # measured with the target's
     check_products(context)
     decoder, own, _, _ = builder.build(context)
     vocabulary = map_draft_vocabulary(config, draft.model, shape.vocab_size, own.vocab_size)

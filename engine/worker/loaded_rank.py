@@ -24,6 +24,7 @@ from ..checkpoint.served_forms import ServedForms
 from ..checkpoint.weights import dtype_name
 from ..config import EngineConfig
 from ..cpu import library
+from ..gpu.few_rows import graph_timer
 from ..gpu.graphs import CudaRecorder
 from ..gpu.runtime import describe_gpu
 from ..kernel_choice import LEVEL_VARIABLE
@@ -191,6 +192,8 @@ def load_rank(
         computer = CpuStepComputer(decoder, attention, rows, stores)
     else:
         computer = DeviceStepComputer(decoder, attention, rows, device, stores)
+        if context.few_rows is not None:
+            context.few_rows.choose(graph_timer(CudaRecorder(device), device))
         record_steps(config, context, computer, draft, CudaRecorder(device))
     return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 

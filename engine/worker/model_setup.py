@@ -18,6 +18,7 @@ from ..checkpoint.quantization_config import STORED_AS
 from ..config import EngineConfig
 from ..cpu import library
 from ..gpu import runtime
+from ..gpu.few_rows import FewRowProducts
 from ..layers.product_matrix import serves_int8
 from ..models.interfaces import CheckpointBuilder, Decoder
 from ..models.native_decoder import NativeDecoder
@@ -67,7 +68,17 @@ def build_context(
         open_packing_cache(directory, config.cache_max_bytes) if config.cache_dir else None,
         max_lora_rank=0 if config.lora is None else config.lora.max_rank,
         batch_invariance=config.batch_invariance,
+        few_rows=_few_row_products(config, getattr(torch, name), device),
     )
+
+
+def _few_row_products(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> FewRowProducts | None:
+    """What holds the products whose few rows a kernel may compute; without a GPU there is nothing to measure."""
+    wanted = config.few_row_kernel
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda"):
+        return None
+    is_served = dtype != torch.float32 and runtime.serves(dtype, device)
+    return FewRowProducts(by_kernel=wanted == "on") if is_served else None
 
 
 def check_cache(config: EngineConfig, builder: CheckpointBuilder) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,10 +133,12 @@ def generate(
     backend: type[AttentionBackend],
     kept: str = "auto",
     attention: str = "auto",
+    **changes: Any,
 ) -> list[list[int]]:
     """What the engine says. Chunks, prefix hits and preemption included: the cache has room for two of PROMPTS."""
     sizes = CacheConfig(block_size=BLOCK, dtype=kept, layer_groups=True)
-    executor = InlineExecutor(EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes))
+    config = EngineConfig(model=str(directory), device="cpu", attention=attention, cache=sizes, **changes)
+    executor = InlineExecutor(config)
     executor.load(lambda phase, fraction: None)
     assert isinstance(executor.rank.runner.computer.attention, backend)
     snapshots = 4 if executor.rank.runner.computer.stores.states is not None else 0
@@ -143,9 +146,9 @@ def generate(
     cache = KVCacheManager(5 * groups.total, BLOCK, prefix_caching=True, snapshots=snapshots, groups=groups)
     executor.allocate(5 * groups.total, 0, snapshots)
     rule = SnapshotRule(least_gain=BLOCK)
-    config = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64, snapshots=rule)
+    scheduling = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=13, max_model_len=64, snapshots=rule)
     requests = [_request(cache, key, prompt) for key, prompt in enumerate(prompts)]
-    found = run_to_end(Scheduler(config, cache), executor, requests)
+    found = run_to_end(Scheduler(scheduling, cache), executor, requests)
     executor.close()
     return [found.tokens[key] for key in range(len(prompts))]
 
