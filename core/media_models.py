@@ -14,6 +14,10 @@ SEEING_FAMILIES = frozenset(
     {
         "gemma3",
         "gemma4",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
         "idefics3",
         "internvl",
         "llava",

@@ -462,6 +462,19 @@ CONFIGS["qwen3-vl-moe-text"] = CONFIGS["qwen3-vl-text"] | {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
 }
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+CONFIGS["glm4v-text"] = LLAMA | {"model_type": "glm4v_text", "num_attention_heads": 2, "rope_parameters": _GLM_ROPE}
+CONFIGS["glm4v-moe-text"] = (
+    LLAMA
+    | CORRECTED
+    | {
+        "model_type": "glm4v_moe_text",
+        "head_dim": 32,
+        "rope_parameters": _GLM_ROPE,
+    }
+)
+CONFIGS["glm-ocr-text"] = CONFIGS["glm4v-text"] | {"model_type": "glm_ocr_text", "head_dim": 32}
+_GLM_EYE = {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
 PARTS = {
     "gemma3-image": with_images(
         "gemma3", "gemma3", {"model_type": "siglip_vision_model"}, mm_tokens_per_image=4, image_token_index=380
@@ -497,6 +510,9 @@ PARTS = {
         tie_word_embeddings=False,
     ),
     "llava": with_images("llava", "llama", {"model_type": "clip_vision_model"}, image_token_index=380),
+    "glm4v": with_images("glm4v", "glm4v-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),
+    "glm4v-moe": with_images("glm4v_moe", "glm4v-moe-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),
+    "glm-ocr": with_images("glm_ocr", "glm-ocr-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen2-vl": with_images("qwen2_vl", "qwen2-vl-text", QWEN2_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen2.5-vl": with_images("qwen2_5_vl", "qwen2.5-vl-text", QWEN_EYE, image_token_id=380, tie_word_embeddings=False),
     "qwen3-vl": with_images(

@@ -58,6 +58,15 @@ PROCESSORS = {
             "eoa_token": "<audio|>",
         },
     ),
+    "glm4v": ProcessorFiles(
+        "glm4v",
+        "Glm4vProcessor",
+        _QWEN | {"image_processor_type": "Glm4vImageProcessor"}
+        # Of two frames, as which an image counts here.
+        | {"size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 16}},
+        others=("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+                "<|end_of_video|>"),
+    ),
     "pixtral": ProcessorFiles(
         "mistral3",
         "PixtralProcessor",

@@ -14,6 +14,8 @@ PLACEHOLDER = 380
 """The token at an image's places."""
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+PLACED = (*QWENS, "glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+"""Families whose positions of images have three dimensions."""
 
 
 class Images(NamedTuple):
@@ -38,7 +40,7 @@ def draw_images(config: Any, sizes: Sequence[tuple[int, int]], seed: int) -> Ima
     torch.manual_seed(seed)
     eye = config.vision_config
     kind = config.model_type
-    if kind in QWENS:
+    if kind in PLACED:
         merge = eye.spatial_merge_size
         grids = [(1, height, width) for height, width in sizes]
         pixels = 3 * eye.temporal_patch_size * eye.patch_size**2
@@ -104,7 +106,7 @@ def whole_logits(model: Any, prompt: ImagePrompt, following: Sequence[int] = ())
     """Transformers' logits [places, vocabulary] of the prompt and tokens after it, from pixels."""
     ids = torch.tensor([[*prompt.tokens, *following]])
     kinds = {"gemma3": "token_type_ids"}.get(model.config.model_type, "mm_token_type_ids")
-    types = {kinds: (ids == PLACEHOLDER).int()} if model.config.model_type in (*QWENS, "gemma3", "gemma4") else {}
+    types = {kinds: (ids == PLACEHOLDER).int()} if model.config.model_type in (*PLACED, "gemma3", "gemma4") else {}
     logits: Tensor = model(input_ids=ids, **prompt.images.inputs, **types, use_cache=False).logits[0]
     return logits
 

@@ -58,6 +58,36 @@ MODELS = {
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
         },
     ),
+    "glm4v": SeeingModel(
+        "glm4v",
+        "<|image|>",
+        {
+            "model_type": "glm4v",
+            "text_config": _text("glm4v-text"),
+            "vision_config": _QWEN_EYE | {"hidden_size": 32, "image_size": 56},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4v-moe": SeeingModel(
+        "glm4v",
+        "<|image|>",
+        {
+            "model_type": "glm4v_moe",
+            "text_config": _text("glm4v-moe-text"),
+            "vision_config": _QWEN_EYE | {"hidden_size": 32, "image_size": 56},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm-ocr": SeeingModel(
+        "glm4v",
+        "<|image|>",
+        {
+            "model_type": "glm_ocr",
+            "text_config": _text("glm-ocr-text"),
+            "vision_config": _QWEN_EYE | {"hidden_size": 32},
+            "tie_word_embeddings": False,
+        },
+    ),
     "mistral3": SeeingModel(
         "pixtral",
         "[IMG]",

@@ -110,14 +110,14 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_325,
+    "core": 2_330,
     "processes": 1_160,
     "telemetry": 3_015,
     "kvcache": 1_525,
     "tokenization": 3_720,
     "media": 1_255,
     "scheduler": 2_320,
-    "engine": 30_210,
+    "engine": 30_230,
     "classic_backends": 8_520,
     "ensembles": 1_200,
     "routing": 250,

@@ -38,12 +38,23 @@ _MINISTRAL3 = {
     "intermediate_size": 14336,
     "vocab_size": 131072,
 }
+_GLM4V = {
+    "head_dim": None,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": True,
+}
+_GLM_OCR = _GLM4V | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "attention_bias": False}
 _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA),
     "gemma3n_text": ("Gemma3nForCausalLM", {}),
     "gemma4_text": ("Gemma4ForCausalLM", {}),
     "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
+    "glm4v_moe_text": ("Glm4MoeForCausalLM", {"attention_bias": True, "max_position_embeddings": 65536}),
+    "glm4v_text": ("Glm4ForCausalLM", _GLM4V),
+    "glm_ocr_text": ("Glm4ForCausalLM", _GLM_OCR),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
     "ministral3": ("Ministral3ForCausalLM", _MINISTRAL3),
@@ -64,6 +75,10 @@ _USUAL_TEXT_PART = {
     "Gemma3nForConditionalGeneration": "gemma3n_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
+    "Glm46VForConditionalGeneration": "glm4v_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
     "KimiK25ForConditionalGeneration": "kimi_k2",
@@ -83,7 +98,12 @@ _USUAL_TEXT_PART = {
 """Architecture -> the `model_type` of a text_config that leaves it out."""
 
 _CHUNKED, _INTERLEAVED = ({"mrope_section": [16, 24, 24]}, {"mrope_interleaved": True})
+_GLM_SECTIONS = {"mrope_section": [8, 12, 12]}
 _IMAGE_POSITIONS: dict[str, Mapping[str, Any]] = {
+    "Glm46VForConditionalGeneration": _GLM_SECTIONS,
+    "Glm4vForConditionalGeneration": _GLM_SECTIONS,
+    "Glm4vMoeForConditionalGeneration": _GLM_SECTIONS,
+    "GlmOcrForConditionalGeneration": _GLM_SECTIONS,
     "Qwen2VLForConditionalGeneration": _CHUNKED,
     "Qwen2_5_VLForConditionalGeneration": _CHUNKED,
     "Qwen3VLForConditionalGeneration": _INTERLEAVED | {"mrope_section": [24, 20, 20]},

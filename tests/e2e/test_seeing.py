@@ -4,6 +4,7 @@ own processor, whole and streamed, and a second turn computes neither the images
 import base64
 import io
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -115,7 +116,9 @@ def right(checkpoints: dict[str, Path]) -> Callable[..., str]:
         media = MediaSource("image", offset=8), MediaSource("image", offset=16)
         chat = Conversation((ChatMessage("user", "What is  beside ?", media=media),))
         text = tokenizer._render(chat, MediaText({"image": processor.token}, (("image", ""), ("image", ""))))
-        features = processor._processor(images=[*map(Image.fromarray, IMAGES)], text=[text], return_tensors="pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # GLM's makes an array of a tensor
+            features = processor._processor(images=[*map(Image.fromarray, IMAGES)], text=[text], return_tensors="pt")
         out = model.generate(**features, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         return tokenizer.decode(out[0, features["input_ids"].shape[1] :].tolist())
 

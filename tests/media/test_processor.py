@@ -18,8 +18,12 @@ def process() -> Iterator[LimitedProcess]:
         found.close()
 
 
-def qwen(rows: int, columns: int) -> str:
-    return "<|image_pad|>" * rows * columns
+def qwen(rows: int, columns: int, token: str = "<|image_pad|>") -> str:
+    return token * rows * columns
+
+
+def glm(rows: int, columns: int) -> str:
+    return qwen(rows, columns, "<|image|>")
 
 
 def pixtral(rows: int, columns: int) -> str:
@@ -44,6 +48,7 @@ def smol(rows: int, columns: int) -> str:
 
 
 PLACEHOLDERS = {
+    "glm4v": [glm(2, 3), glm(4, 1), glm(1, 1)],
     "qwen2-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
     "qwen2.5-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
     "qwen3-vl": [qwen(2, 3), qwen(4, 1), qwen(1, 1)],
@@ -73,7 +78,7 @@ def test_a_familys_images(process: LimitedProcess, family: str) -> None:
             assert image.own_tokens == image.tokens
         else:
             assert image.placeholder == PLACEHOLDERS[family][index]
-        if family.startswith("qwen"):
+        if family.startswith(("qwen", "glm")):
             assert image.grid[1] * image.grid[2] == image.placeholder.count(image.token)
         else:
             assert image.grid == (0, 0, 0)

@@ -145,3 +145,18 @@ def test_ministral3_in_what_takes_images() -> None:
     assert text.tied_embeddings
     assert spec("Ministral3").rope == text.rope
     assert spec("Ministral3").query_growth == 0.1
+
+
+def test_glm_in_what_takes_images() -> None:
+    """As GLM-4.1V is published, its fields in a part of their own or among the others."""
+    text = SIZES | {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}}
+    for config in ({"text_config": text | {"model_type": "glm4v_text"}}, text | {"model_type": "glm4v"}):
+        part = text_config({"architectures": ["Glm4vForConditionalGeneration"], "vision_config": {}} | config)
+        assert part is not None
+        with pytest.raises(CheckpointError, match="mrope_section must have 32 pairs"):
+            read_spec(part, "here")
+        sections = text["rope_scaling"] | {"mrope_section": [8, 12, 12]}
+        spec = read_spec(part | {"rope_scaling": sections}, "here")
+        assert (spec.architecture, spec.head_dim, spec.max_position) == ("Glm4ForCausalLM", 128, 32_768)
+        assert (spec.attention_bias, spec.rope.sections, spec.rope.interleaved) == (True, (8, 12, 12), False)
