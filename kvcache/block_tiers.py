@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from .block_pool import BlockPool
 from .host_tier import HostTier
 from .landed_images import LandedImages
-from .state_pool import StatePool
+from .states.state_pool import StatePool
 
 
 class BlockTiers:

@@ -15,12 +15,12 @@ from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
 from .block_tiers import BlockTiers
 from .cache_events import CacheEvents, GroupEvents
-from .draft_states import DraftStates
 from .host_tier import HostTier, TierCopy
 from .landed_images import ImagePlace, LandedImages
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
 from .retention import NO_RETENTION, RetentionBudget, SessionRetention
-from .state_pool import StatePool
+from .states.draft_states import DraftStates
+from .states.state_pool import StatePool
 
 _ANY_LENGTH = 1 << 30
 
@@ -47,10 +47,10 @@ class KVCacheManager:
     ) -> None:
         """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
         `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
-        among them. `draft_states`: slots for the states before drafts; None: sequences have no states. `groups`: each
-        has its own block for the same tokens; where some slide, a prefix ends where they have what the next token
-        sees. `events`: follows what can be found. `retention`: what scopes may keep of it. `landing` and
-        `landing_states`: images of blocks and of states that may come from elsewhere at a time."""
+        among them. `draft_states`: slots for the states before drafts; None, and no `snapshots`: sequences have no
+        states. `groups`: each has its own block for the same tokens; where some slide, a prefix ends where they have
+        what the next token sees. `events`: follows what can be found. `retention`: what scopes may keep of it.
+        `landing` and `landing_states`: images of blocks and of states that may come from elsewhere at a time."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
@@ -76,7 +76,7 @@ class KVCacheManager:
         )
         self.begins_anywhere = groups.total == groups.full == 1 and self.states is None
         """Whether a sequence can go on after any block that is cached with all before it."""
-        self.draft_states = None if draft_states is None else DraftStates(snapshots, draft_states)
+        self.draft_states = DraftStates(snapshots, draft_states or 0) if snapshots or draft_states is not None else None
         self.is_findable = self._tiers.is_findable
         """Whether the block of a key, see `group_key`, need not be computed."""
         self.committed: list[ImagePlace] | None = None
@@ -146,7 +146,7 @@ class KVCacheManager:
         resumable = None
         if self.states is not None:
             forked = self._forked(shared)
-            resumable = [number for number, digest in enumerate(shared[:forked], 1) if digest in self.states]
+            resumable = self.states.ends(shared[:forked])
         if not self.begins_anywhere:
             shared = shared[: self._prefix_end(shared, 0, self._pool.is_cached, resumable)]
         self._hold_spans(table, shared, restore=False)
@@ -217,10 +217,9 @@ class KVCacheManager:
         """Tokens of the prefix that are cached, or that an open table computes right now. Where sequences have states,
         those of them up to the last snapshot that there is, or that is promised."""
         blocks = hashes[: (known - 1) // self.block_size]
-        shared, states = self._forked(blocks), self.states
-        if states is not None:
-            while shared and not states.is_kept(blocks[shared - 1]) and not states.is_promised(blocks[shared - 1]):
-                shared -= 1
+        shared = self._forked(blocks)
+        if self.states is not None:
+            shared = self.states.shareable(blocks[:shared])
         return shared * self.block_size
 
     def forked(self, hashes: Sequence[bytes], known: int) -> int:
@@ -240,12 +239,7 @@ class KVCacheManager:
         awaited = None
         blocks = hashes[: (known - 1) // self.block_size]
         if self.states is not None:
-            for block_hash in blocks[: self._forked(blocks)]:
-                if self.states.is_kept(block_hash):
-                    awaited = None if self._tiers.is_findable(block_hash) else block_hash
-                elif self.states.is_promised(block_hash):
-                    awaited = block_hash
-            return awaited
+            return self.states.awaited(blocks[: self._forked(blocks)], self._tiers.is_findable)
         is_cached = self._pool.is_cached
         for block_hash in blocks:
             if not is_cached(block_hash) and not self._tiers.is_elsewhere(block_hash):

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from ..core.retention import USUAL_PRIORITY, Retention
 from .block_pool import BlockPool, RetainedList
 from .block_table import NO_BLOCK, BlockTable
-from .state_pool import StatePool
+from .states.state_pool import StatePool
 
 MOST_SCOPES = 1024
 """Records at a time, each with a list in the pool."""

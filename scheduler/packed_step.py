@@ -5,19 +5,10 @@ from itertools import chain, compress
 
 import numpy as np
 
-from .plan import (
-    NO_HOST_COPIES,
-    NO_ROWS,
-    NO_STATE_RESTORES,
-    NO_STATE_SAVES,
-    NO_TOKENS,
-    IntArray,
-    LongArray,
-    StepPlan,
-)
+from .plan import NO_HOST_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, StepPlan
 from .prefill_budget import StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
-from .state_saves import StateSave
+from .states.kept_states import NO_STATES
 
 _NO_PAIRS: IntArray = np.zeros((0, 2), np.int32)
 
@@ -68,8 +59,9 @@ class PackedStep:
         for row in running.prefilling.intersection(sampled) if running.prefilling else ():
             running.prefilling.remove(row)
             running.decode_limit[row] = running.token_limit[row] - 1
-        saves = () if running.saves is None else tuple(running.saves.reserve(rows, self.ends))
-        kept, restores = self._state_moves(saves, drafted)
+        states = NO_STATES
+        if running.states is not None:
+            states = running.states.plan_step(rows, running.scheduled, self._counts, drafted)
         block_copies, state_copies = running.cache.take_block_copies(), running.cache.take_state_copies()
         plan = StepPlan(
             self._step,
@@ -84,18 +76,18 @@ class PackedStep:
             forced=np.array(running.forced, np.int32) if running.forced else NO_TOKENS,
             proposals=proposals,
             block_copies=np.array(block_copies, np.int32) if block_copies else NO_HOST_COPIES,
-            state_saves=np.array(kept, np.int32) if kept else NO_STATE_SAVES,
-            state_restores=np.array(restores, np.int32) if restores else NO_STATE_RESTORES,
+            state_saves=states.saves,
+            state_restores=states.restores,
             state_copies=np.array(state_copies, np.int32) if state_copies else NO_HOST_COPIES,
         )
         running.closed_rows.clear()
         running.forced.clear()
         if not drafted:
-            return plan, InFlightStep(self._step, rows, self.ends, sampled, self._work, saves=saves)
+            return plan, InFlightStep(self._step, rows, self.ends, sampled, self._work, saves=states.snapshots)
         plan = plan._replace(drafts=self._num_drafts, drafted=np.array([*chain(*drafted.values())], np.int32))
         sampled = [row for row in sampled for _ in range(1 + len(drafted.get(row, ())))]
         lengths = {row: len(tokens) for row, tokens in drafted.items()}
-        return plan, InFlightStep(self._step, rows, self.ends, sampled, self._work, lengths, saves)
+        return plan, InFlightStep(self._step, rows, self.ends, sampled, self._work, lengths, states.snapshots)
 
     def _num_logits(self) -> IntArray:
         """[R] places of each row whose logits are wanted."""
@@ -107,19 +99,3 @@ class PackedStep:
             if self._counts[row] and running.scheduled[row] < len(running.sequences[row].spec.prompt) - 1:
                 num_logits[np.searchsorted(self.rows, row)] = self._counts[row]
         return num_logits
-
-    def _state_moves(
-        self, saves: tuple[StateSave, ...], drafted: Mapping[int, list[int]]
-    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """The states that the step keeps, with those it may have to go back to, and those that it goes back to."""
-        running = self._running
-        kept = [save[:3] for save in saves]
-        draft_states = running.cache.draft_states
-        if draft_states is None:
-            return kept, []
-        restores = draft_states.resume(self._counts)
-        for row, tokens in drafted.items():
-            first = int(running.scheduled[row]) - len(tokens)
-            kept += [(row, *state) for state in draft_states.reserve(row, first, len(tokens))]
-        draft_states.plan_is_made()
-        return kept, restores

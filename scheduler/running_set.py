@@ -15,15 +15,13 @@ from .config import SnapshotRule
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
 from .sequence import Sequence
-from .state_saves import StateSave, StateSaves, forks_of
+from .states.kept_states import FORKS_LOOKED_AT, KeptStates
+from .states.state_saves import StateSave
 from .waiting_queue import WaitingQueue
 
 BoolArray = NDArray[np.bool_]
 
 UNLIMITED = 1 << 30
-
-_FORKS_LOOKED_AT = 16
-"""Waiting sequences that a prompt is compared with when it is admitted, where sequences have states."""
 
 
 class InFlightStep(NamedTuple):
@@ -40,7 +38,7 @@ class InFlightStep(NamedTuple):
     drafts: Mapping[int, int] = {}
     """The number of drafts, by row."""
     saves: tuple[StateSave, ...] = ()
-    """The states that it keeps."""
+    """The states that it keeps for later prompts."""
 
 
 class RunningSet:
@@ -73,8 +71,8 @@ class RunningSet:
         self.waiting = waiting
         self.most_in_flight = max_in_flight
         """Plans in flight that may have the same row, if its sequence says nothing else."""
-        states = cache.states
-        self.saves = None if states is None else StateSaves(size, states, cache.block_size, snapshots)
+        self.states = None if cache.draft_states is None else KeptStates(size, cache, snapshots)
+        """None: sequences have no recurrent states."""
         # By row.
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
@@ -166,9 +164,8 @@ class RunningSet:
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
         self._note_slid(row)
-        if self.saves is not None:
-            forks = forks_of(sequence, self.waiting.first(_FORKS_LOOKED_AT), self.cache.block_size)
-            self.saves.enter(row, table, sequence.known, forks, spec.snapshot_at, spec.handed_over)
+        if self.states is not None:
+            self.states.enter(row, sequence, table, self.waiting.first(FORKS_LOOKED_AT))
         self.max_in_flight[row] = min(spec.max_in_flight or self.most_in_flight, self.most_in_flight)
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
@@ -198,18 +195,6 @@ class RunningSet:
         else:
             self.totals.recomputed_tokens += max(sequence.preempted_at - cached, 0)
         return row
-
-    def ask_for_fork(self, sequence: Sequence) -> None:
-        """Let a row keep the state at the end of what a waiting sequence shares with it, if sequences have states, the
-        row has yet to compute that, and no other snapshot is nearly as good."""
-        if self.saves is None:
-            return
-        hashes, known = sequence.hashes, sequence.shareable_tokens
-        forked = self.cache.forked(hashes, known)
-        if forked - self.cache.shareable(hashes, known) >= self.saves.least_gain:
-            block_hash = hashes[forked // self.cache.block_size - 1]
-            stay = {row: table for row, table in self.tables.items() if self.running[row]}
-            self.saves.ask(block_hash, forked, stay, self.scheduled)
 
     def new_sequence(self, row: int) -> NewSequence:
         """What an executor is told of the row's sequence when it enters."""
@@ -268,10 +253,8 @@ class RunningSet:
             self.drafts_from[row] = UNLIMITED
             self.constrained.pop(row, None)
             self.itl_targets.pop(row, None)
-            if self.saves is not None:
-                self.saves.leave(row)
-            if self.cache.draft_states is not None:
-                self.cache.draft_states.leave(row)
+            if self.states is not None:
+                self.states.leave(row)
             heappush(self._free, row)
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
@@ -338,11 +321,10 @@ class RunningSet:
         assert self.itl_targets.keys() <= self.sequences.keys()
         assert {row for row, _, _ in self.forced} <= self.constrained.keys() - self.releasing
         assert self.capped == {row for row in occupied if self.max_in_flight[row] < self.most_in_flight}
-        if self.saves is not None:
+        if self.states is not None:
             saves = [save for flight in self.in_flight for save in flight.saves]
-            self.saves.check_integrity(saves, occupied, self.scheduled)
-        if self.cache.draft_states is not None:
-            self.cache.draft_states.check_integrity(occupied)
+            drafts = {row: number for flight in self.in_flight for row, number in flight.drafts.items()}
+            self.states.check_integrity(saves, drafts, occupied, self.scheduled, self.ended)
         in_flight, pending = self.steps_in_flight(), _counter(self.size)
         for flight in self.in_flight:
             np.add.at(pending, flight.sampled_rows, 1)
@@ -352,17 +334,7 @@ class RunningSet:
             assert self.sequences[row].row == row
             assert self.running[row] or in_flight[row], "a row stays occupied after its sequence left"
             assert in_flight[row] or row not in self.awaiting_results
-            self._check_draft_states(row)
             assert not (self.running[row] and self.ended[row])
-
-    def _check_draft_states(self, row: int) -> None:
-        """While drafts are verified there is the state before each; then that from which the row goes on."""
-        drafts = next((flight.drafts[row] for flight in self.in_flight if row in flight.drafts), 0)
-        end = int(self.scheduled[row])
-        states = self.cache.draft_states
-        if states is not None and not self.ended[row]:
-            held = states.positions(row)
-            assert held == [*range(end - drafts, end)] if drafts else held in ([], [end]), "a row goes on from no state"
 
     def _check_counters(self, row: int, pending: int) -> None:
         known = int(self.known[row])

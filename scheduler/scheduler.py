@@ -65,7 +65,9 @@ class Scheduler:
     def _measure_prompt(self, sequence: Sequence) -> None:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
         sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - sequence.shared, sequence.shared)
-        self._rows.ask_for_fork(sequence)
+        rows = self._rows
+        if rows.states is not None:
+            rows.states.ask_for_fork(sequence, rows.tables, rows.running, rows.scheduled)
 
     def reset_totals(self) -> None:
         """Let `totals` count anew."""
@@ -248,9 +250,8 @@ class Scheduler:
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
         continued = with_forced_tokens(result, forced) if forced else result
         updates = process_result(rows, flight, continued, ending, rejected)
-        if self._cache.draft_states is not None:
-            for row in flight.drafts:
-                self._cache.draft_states.accept(row, int(rows.computed[row]))
+        if rows.states is not None:
+            rows.states.verify_drafts(flight.drafts, rows.computed)
         if drafts:
             live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
             updates = updates._replace(drafts=live)
@@ -312,13 +313,8 @@ class Scheduler:
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
             committed += hashes[first:end]
-        if flight.saves and rows.saves is not None:
-            if self._cache.events is not None:
-                for save in flight.saves:
-                    sequence, end = rows.sequences[save.row], save.position // size
-                    if rows.computed[save.row] >= save.position:
-                        self._cache.events.describe(sequence.block_contents(end - 1, end, size))
-            rows.saves.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
+        if flight.saves and rows.states is not None:
+            rows.states.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
         self._waiting.wake_waiting_for_blocks(committed)
 
     def check_integrity(self) -> None:

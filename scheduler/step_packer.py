@@ -138,8 +138,8 @@ class StepPacker:
             [*map(rows.sequences.get, rows.prefilling), self._waiting.peek(self._step)]
         )
         left = min(left, speculation.most_sampled - rows.num_running - len(self._waiting))
-        if self._cache.draft_states is not None:
-            left = min(left, self._cache.draft_states.free)
+        if rows.states is not None:
+            left = min(left, rows.states.most_drafts)
         wanted: dict[int, int] = {}
         known, counts = rows.known[due], self._counts[due]
         ready = (counts > 0) & (rows.scheduled[due] + counts == known) & (rows.expected[due] == known)

@@ -168,15 +168,16 @@ def test_a_row_that_leaves_is_not_asked_for_the_fork_that_waiting_ones_share() -
     flight = trial.executor.execute(plan).result()
     trial.scheduler.abort([first])
     assert rows.releasing
-    assert rows.saves is not None
+    assert rows.states is not None
+    assert rows.states.saves is not None
     asked: list[int] = []
-    ask = rows.saves.ask
+    ask = rows.states.saves.ask
 
     def listen(block_hash: bytes, position: int, tables: dict[int, BlockTable], scheduled: IntArray) -> None:
         asked.extend(tables)
         ask(block_hash, position, tables, scheduled)
 
-    rows.saves.ask = listen  # type: ignore[method-assign, assignment]
+    rows.states.saves.ask = listen  # type: ignore[method-assign, assignment]
     third = trial.add(joined(shared, text(3, 300)))
     assert asked == [row for row in rows.tables if rows.keys[row] == second]
     trial.scheduler.apply(flight)

@@ -5,12 +5,12 @@ block that ends there. Says where a state is to be copied; copies none itself. K
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from .cache_events import CacheEvents
-from .host_tier import HostTier
-from .landed_images import ImagePlace, LandedImages
+from ..cache_events import CacheEvents
+from ..host_tier import HostTier
+from ..landed_images import ImagePlace, LandedImages
 
 
 class StatePool:
@@ -78,6 +78,28 @@ class StatePool:
     def is_kept(self, digest: bytes) -> bool:
         """Whether the state of this hash can be found on the device, in the host's memory, or has landed."""
         return digest in self or digest in self.host or digest in self.landed
+
+    def ends(self, hashes: Iterable[bytes]) -> list[int]:
+        """After how many of these blocks there is a state on the device, ascending."""
+        return [number for number, digest in enumerate(hashes, 1) if digest in self]
+
+    def shareable(self, hashes: Sequence[bytes]) -> int:
+        """How many of these blocks a sequence may share, now or soon: up to the last state that is kept or promised."""
+        number = len(hashes)
+        while number and not self.is_kept(hashes[number - 1]) and not self.is_promised(hashes[number - 1]):
+            number -= 1
+        return number
+
+    def awaited(self, hashes: Iterable[bytes], is_findable: Callable[[bytes], bool]) -> bytes | None:
+        """The last of these blocks whose state is promised, unless that of a later one is kept: then it is that one, if
+        the block itself is not findable yet."""
+        awaited = None
+        for digest in hashes:
+            if self.is_kept(digest):
+                awaited = None if is_findable(digest) else digest
+            elif self.is_promised(digest):
+                awaited = digest
+        return awaited
 
     def restore(self, digest: bytes, before: bytes | None = None) -> int:
         """The snapshot of this hash, which is on the device, and which the next plan reads: it is not reserved until

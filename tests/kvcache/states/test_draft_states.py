@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from charonia.kvcache.draft_states import DraftStates
+from charonia.kvcache.states.draft_states import DraftStates
 
 ONE_OF_EACH = np.ones(3, np.int32)
 """A plan computes a token of each row."""

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kvcache.block_table import BlockTable
-from ..kvcache.state_pool import StatePool
-from .config import SnapshotRule
-from .plan import IntArray, LongArray
-from .sequence import Sequence
+from ...kvcache.block_table import BlockTable
+from ...kvcache.states.state_pool import StatePool
+from ..config import SnapshotRule
+from ..plan import IntArray, LongArray
+from ..sequence import Sequence
 
 _NEVER = 1 << 30
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from charonia.kvcache.host_tier import HostTier
 from charonia.kvcache.manager import KVCacheManager
-from charonia.kvcache.state_pool import StatePool
+from charonia.kvcache.states.state_pool import StatePool
 
 
 def keep(pool: StatePool, *names: str) -> None:
