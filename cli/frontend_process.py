@@ -106,7 +106,7 @@ async def _serve(
     map_large_blocks_separately()
     lag = LoopLag(setup.max_lag, name=f"the event loop of {name}")
     shared = SharedState(SharedMemoryRegistry(setup.allows_client_memory))
-    shared.traces.sends_spans = setup.sends_spans
+    shared.traces.send_spans(setup.sends_spans)
     gateway = RemoteGateway(shared, files, setup.max_lag, lag)
     hub = gateway.connection
     sock = socket.socket(fileno=os.dup(connection.fileno()))

@@ -124,7 +124,7 @@ def _end_listeners(
     traces: TraceControl, file: TraceFileWriter, tracer: "OtlpTracer | None"
 ) -> Sequence[Callable[[RequestContext], None]]:
     """Called in this order with each request that has ended: the log's record names the trace that the tracer made."""
-    traces.sends_spans = tracer is not None
+    traces.send_spans(tracer is not None)
     settings = traces.settings()
     files = [file] if settings.trace_file and settings.spans is None else []
     if tracer is None:

@@ -79,7 +79,6 @@ class ControlHub:
     def push(self) -> HubSnapshot:
         """Tell all workers what changed since they were told."""
         gateway, before = self.gateway, self._snapshot
-        traces = gateway.shared_state.traces
         served = self.census.take()
         # Configs are compared by identity: they are never changed, and may be large.
         mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
@@ -92,7 +91,7 @@ class ControlHub:
             gateway.exiting(),
             gateway.draining,
             bool(gateway.routes.served),
-            traces.samples or traces.sends_spans,
+            gateway.shared_state.traces.may_trace,
             models,
             LogLevels.of(gateway.shared_state.logs.settings),
             gateway.shared_state.shared_memory.registered(),

@@ -218,12 +218,11 @@ class WorkerSession:
     def _answer_inline(self, call: ModelCall, request: InferRequest) -> bool:
         """Answer with a model that computes in the event loop in less time than a context for the request would take.
         False if it is none, or refuses the request, or the request may be traced."""
-        gateway, traces = self._gateway, self._traces
+        gateway = self._gateway
         entry = gateway.registry.entries.get(call.model)
         version = None if entry is None else entry.find_version(call.version)
         loaded = None if version is None else version.loaded
-        traced = traces.samples or traces.sends_spans
-        if loaded is None or loaded.capabilities.inline is None or traced or gateway.exiting():
+        if loaded is None or loaded.capabilities.inline is None or self._traces.may_trace or gateway.exiting():
             return False
         if call.checked != self._hub.census.number_of(loaded):
             try:

@@ -197,8 +197,7 @@ class InProcessGateway:
 
     def open_request(self, endpoint: str, headers: Headers = ()) -> RequestContext:
         context = RequestContext(endpoint, headers)
-        traces = self.shared_state.traces
-        if traces.samples or traces.sends_spans:  # those that the model makes, too
+        if self.shared_state.traces.may_trace:  # those that the model makes, too
             context.children = []
         context.on_end(self._on_request_end)
         return context
@@ -239,8 +238,7 @@ class InProcessGateway:
         loaded = None if served is None else served.loaded
         if loaded is None or loaded.capabilities.inline is None:
             return None
-        traces = self.shared_state.traces
-        unseen = not (self._observed or traces.samples or traces.sends_spans or request_log.logs_all())
+        unseen = not (self._observed or self.shared_state.traces.may_trace or request_log.logs_all())
         return loaded if unseen else None
 
     def check_room(self, context: RequestContext) -> None:

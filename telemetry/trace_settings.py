@@ -146,7 +146,14 @@ class TraceControl:
         """Whether a new request may be sampled, by the settings of any model."""
         self.sends_spans = False
         """Whether every request has spans."""
+        self.may_trace = self.samples
+        """Whether a new request may leave a trace, or spans."""
         self.on_change: Callable[[], None] = lambda: None
+
+    def send_spans(self, wanted: bool) -> None:
+        """Let every request have spans, or none."""
+        self.sends_spans = wanted
+        self.may_trace = self.samples or wanted
 
     def settings(self, model: str = "") -> TraceSettings:
         """The settings that apply to a model; `trace_count` is the remaining number."""
@@ -175,6 +182,7 @@ class TraceControl:
             self._models.pop(model, None)
         settings = self.settings(model)
         self.samples = any(settings.enabled for settings in (self.settings(), *map(self.settings, self._models)))
+        self.may_trace = self.samples or self.sends_spans
         if settings.has_level and not settings.trace_file:
             log.warning("nothing is traced: trace file name is not given (--trace-config triton,file=PATH)")
         self.on_change()

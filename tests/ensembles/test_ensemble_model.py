@@ -195,7 +195,7 @@ async def test_a_span_for_every_request_to_a_step(tmp_path: Path) -> None:
 
     shared, kept, tracer = SharedState(), InMemorySpanExporter(), OtlpTracer("http://127.0.0.1:9/v1/traces", "1")
     tracer._provider._active_span_processor._span_processors = (SimpleSpanProcessor(kept),)
-    shared.traces.sends_spans = True
+    shared.traces.send_spans(True)
     served = Served(tmp_path / "models", shared)
     served.gateway.add_end_listener(tracer)
     await served.load("square", "echo", "squares", "outer")

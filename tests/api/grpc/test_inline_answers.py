@@ -66,9 +66,9 @@ async def test_a_context_is_made_where_it_is_of_use(
         await ask(request())
     assert len(inline.ended) == 1
     traces = inline.gateway.shared_state.traces
-    traces.sends_spans = True
+    traces.send_spans(True)
     await ask(request())
-    traces.sends_spans = False
+    traces.send_spans(False)
     assert len(inline.ended) == 2
     inline.gateway.add_end_listener(lambda context: None, of_routes=True)
     await ask(request())

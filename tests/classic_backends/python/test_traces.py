@@ -51,7 +51,7 @@ async def test_its_spans_are_within_the_requests(tmp_path: Path) -> None:
     for name in ("echo", "model"):
         await control.load(name, None, {})
     assert await ask() == "none"
-    shared.traces.sends_spans = True
+    shared.traces.send_spans(True)
     for headers in ((), ((b"traceparent", f"00-{TRACE}-{PARENT}-01".encode()),)):
         kept.clear()
         told = json.loads(await ask(*headers))["traceparent"]
