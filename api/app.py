@@ -33,13 +33,7 @@ from .api_keys import Keyring
 from .extensions import RouteExtensions
 from .http.access import AccessMiddleware, HttpRules
 from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
-from .http.error_responses import (
-    anthropic_error_body,
-    error_response,
-    is_anthropic_path,
-    is_openai_path,
-    json_response,
-)
+from .http.error_responses import anthropic_error_body, error_response, json_response
 from .http.request_context import (
     ARM_HEADER,
     WARNING_HEADER,
@@ -48,6 +42,7 @@ from .http.request_context import (
     record_error,
 )
 from .http.request_cycle import add_response_header, response_started, send_response
+from .http.request_head import is_anthropic_path, is_openai_path
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
 from .openai.audio_routes import AudioRoutes

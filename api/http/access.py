@@ -14,8 +14,9 @@ from ..api_keys import Keyring, bearer, same_key
 from ..gateway_headers import GatewayHeaders
 from ..header_rules import HeaderForwarding, RequiredHeader, restricted_api_of
 from ..size_limits import BODY_TIMEOUT
-from .error_responses import anthropic_error_body, error_response, is_anthropic_path, json_response, v2_error_body
+from .error_responses import anthropic_error_body, error_response, json_response, v2_error_body
 from .request_context import record_error, record_hints, record_tenant
+from .request_head import is_anthropic_path
 from .web_pages import WebPageRules
 
 _OPEN = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready", re.DOTALL)

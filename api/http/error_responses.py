@@ -18,6 +18,7 @@ from ...core.errors import (
 )
 from ..size_limits import BodyTooLarge
 from .content_encoding import ACCEPTED_ENCODINGS, UnsupportedEncoding
+from .request_head import is_anthropic_path, is_openai_path
 
 _STATUS = {
     ErrorCode.UNKNOWN: 400,
@@ -148,28 +149,3 @@ def error_response(error: CharoniaError, path: str) -> Response:
         headers = {"x-should-retry": "false"}  # OpenAI's package would ask again after 409 and 5xx, to no avail
     status = status_of(error) if is_openai_path(path) else v2_status_of(error)
     return json_response(error_body(error, path), status, headers)
-
-
-_OPENAI_PATHS = (
-    "/v1/",
-    "/v2/rerank",
-    "/rerank",
-    "/tokenize",
-    "/detokenize",
-    "/score",
-    "/classify",
-    "/pooling",
-    "/invocations",
-    "/server_info",
-    "/model_info",
-)
-
-
-def is_openai_path(path: str) -> bool:
-    """Whether errors on `path` have OpenAI's form or Anthropic's, and not v2's."""
-    return path.startswith(_OPENAI_PATHS)
-
-
-def is_anthropic_path(path: str) -> bool:
-    """Whether `path` is of Anthropic's API, with its form of errors and its header for keys."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -19,9 +19,9 @@ from ...core.native_calls import CONTROL_FLOW
 from ...core.request_context import Headers, RequestContext
 from ..api_keys import ANONYMOUS, Tenant
 from ..gateway_headers import GatewayHeaders
-from .error_responses import error_response, is_anthropic_path, is_openai_path, unexpected_error
+from .error_responses import error_response, unexpected_error
 from .request_cycle import add_response_header, flush_parts
-from .request_head import header_map
+from .request_head import header_map, is_anthropic_path, is_openai_path
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""The head of an HTTP request: its limits, its target, the offers in it that are not taken up, and refusals of it."""
+"""The head of an HTTP request: its limits, its target and which protocol that is of, the offers in it that are not
+taken up, and refusals of it."""
 
 import asyncio
 import json
@@ -125,6 +126,31 @@ def _parse(url: bytes) -> RequestTarget:
 
 
 _parse_cached = lru_cache(_CACHED_TARGETS)(_parse)
+
+
+_OPENAI_PATHS = (
+    "/v1/",
+    "/v2/rerank",
+    "/rerank",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/invocations",
+    "/server_info",
+    "/model_info",
+)
+
+
+def is_openai_path(path: str) -> bool:
+    """Whether errors on `path` have OpenAI's form or Anthropic's, and not v2's."""
+    return path.startswith(_OPENAI_PATHS)
+
+
+def is_anthropic_path(path: str) -> bool:
+    """Whether `path` is of Anthropic's API, with its form of errors and its header for keys."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
