@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from ..core.drafts import MAX_DRAFTS, DraftReport
 from ..core.media_models import MediaConfig
@@ -328,6 +329,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Places of a step that may be sampled: memory is left for their logits."""
         sampled = self.scheduler.max_num_seqs * (1 + self.most_drafts)
         return max(min(sampled, self.scheduler.max_num_batched_tokens), LOGITS_PIECE)
+
+    def split(self, threads: int, memory: int) -> "list[EngineConfig]":
+        """The configuration of each replica's core on a host with `threads` to compute with and `memory` bytes free.
+        Shares are even, so that caches are alike whichever core loads first or restarts."""
+        count = self.data_parallel_size
+        if count == 1:
+            return [self]
+        shared = replace(self, threads=self.threads or max(1, threads // count), host_memory=memory // count)
+        return [replace(shared, replica=number) for number in range(count)]
 
     def threads_each(self, ranks: int = 1) -> int:
         """The threads of each of `ranks` that share a machine."""

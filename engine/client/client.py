@@ -35,20 +35,9 @@ from ..core.messages import (
 from .admission import AdmissionControl, QueueLimits, QueueTicket, most_in_background
 from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import EngineCapabilities, EngineSpec, count_by_priority
-from .routing import TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, ResidentAdapters, route_prompt
+from .resident_adapters import ResidentAdapters
+from .routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, route_prompt
 from .token_stream import SequenceStats, TokenStream
-
-
-def split_config(config: EngineConfig, threads: int, memory: int) -> list[EngineConfig]:
-    """The configuration of each replica's core on a host with `threads` to compute with and `memory` bytes free. Shares
-    are even, so that caches are alike whichever core loads first or restarts."""
-    count = config.data_parallel_size
-    if count == 1:
-        return [config]
-    shared = msgspec.structs.replace(
-        config, threads=config.threads or max(1, threads // count), host_memory=memory // count
-    )
-    return [msgspec.structs.replace(shared, replica=number) for number in range(count)]
 
 
 class Replica:
@@ -219,7 +208,7 @@ class EngineClient:
         methods = () if config.speculation is None else (config.speculation.method,)
         self._no_drafts = {name: DrafterTotals() for name in (PREDICTION, GRAMMAR, *methods)}
         memory = available_memory() if config.host_memory is None else config.host_memory
-        configs = split_config(config, usable_cores().threads, memory)
+        configs = config.split(usable_cores().threads, memory)
         self.replicas = [Replica(core, self._metrics, on_progress, timeouts) for core in configs]
         self._affinity = affinity and config.cache.prefix_caching and len(configs) > 1
         self._last_key = 0
@@ -366,12 +355,14 @@ class EngineClient:
             Unavailable: no core serves.
         """
         up = [replica for replica in self.replicas if replica.core.info is not None]
-        serving = [replica for replica in up if spec.adapter in replica.adapters]
+        serving = [replica for replica in up if not spec.adapter or spec.adapter in replica.adapters]
         if not serving:
             raise up[0].adapters.absence(spec.adapter) if up else NotReady("the engine is not ready")
         # Where none is ready, those that serve are only slow to step.
         serving = [replica for replica in serving if replica.core.ready] or serving
-        return route_prompt(serving, spec.identities, spec.extras, self._affinity, spec.sampling.choice)
+        if not self._affinity:
+            return min(serving, key=lambda replica: replica.pending_work), NOT_CACHED
+        return route_prompt(serving, spec.identities, spec.extras, spec.sampling.choice)
 
 
 def own_engine_spec(config: EngineConfig) -> EngineSpec:

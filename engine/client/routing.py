@@ -1,22 +1,17 @@
-"""Chooses the replica for a request: a rule over their work, an index of their prefix caches, and their adapters.
+"""Chooses the replica for a request: a rule over their work, and an index of their prefix caches.
 
 As in NVIDIA Dynamo's KV router, a replica's cost is its work in prompt tokens: prompts to compute, and a share for
 every request, less what it saves on this prompt. One process sends all requests, so counts are exact.
 """
 
-import asyncio
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, NotReady, Unavailable
 from ...kvcache.block_hashes import HashExtras
-from ..core.messages import AdapterLoaded, AdapterReply, LoadAdapter, ToCore, UnloadAdapter
 
 TOKENS_PER_REQUEST = 256
 """The work that a request counts for the tokens it will generate, in prompt tokens."""
@@ -98,12 +93,10 @@ TokenIds: TypeAlias = NDArray[np.int32] | Sequence[int]
 
 
 def route_prompt(
-    replicas: Sequence[_Replica], prompt: TokenIds, extras: HashExtras, affinity: bool, choice: int = 0
+    replicas: Sequence[_Replica], prompt: TokenIds, extras: HashExtras, choice: int = 0
 ) -> tuple[_Replica, ExpectedPrefix]:
     """The replica for answer number `choice` to this prompt, and what of it is likely cached there. Its index then has
-    the prompt. Without `affinity` it is the least busy."""
-    if not affinity:
-        return min(replicas, key=lambda replica: replica.pending_work), NOT_CACHED
+    the prompt."""
     prefixes = prompt_prefixes(prompt, extras)
     candidates: list[ReplicaCandidate] = []
     for replica in replicas:
@@ -203,100 +196,3 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._spans)
-
-
-log = logging.getLogger(__name__)
-
-
-class ResidentAdapters:
-    """The adapters that a core computes with. The core counts loads: each that it answers is to be unloaded once."""
-
-    def __init__(self, send: Callable[[ToCore], None]) -> None:
-        self._send = send
-        self._wanted: dict[str, Adapter] = {}
-        self._resident = set[str]()
-        self._lost: dict[str, str] = {}
-        """By digest, why a restarted core could not load an adapter again."""
-        self._loads: dict[int, asyncio.Future[Adapter]] = {}
-        self._last_load = 0
-        self._restoring = set[asyncio.Task[None]]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._resident)
-
-    def __contains__(self, digest: str) -> bool:
-        """Whether the core computes with the adapter; "" is the model itself."""
-        return not digest or digest in self._resident
-
-    def absence(self, digest: str) -> CharoniaError:
-        """The error of a request whose adapter a serving core does not have."""
-        adapter = self._wanted.get(digest)
-        if digest in self._lost and adapter is not None:
-            message = f"adapter {adapter.path} was lost with the engine core that had it: {self._lost[digest]}"
-            return Unavailable(f"{message}; load it again, with load_inplace")
-        return NotReady("the engine core was started again, and reads its adapters first")
-
-    async def load(self, path: str) -> Adapter:
-        """Return when the core has the adapter, whose `name` is empty. Raises the core's `CharoniaError`, or that of
-        its loss."""
-        self._last_load += 1
-        loading: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
-        self._loads[self._last_load] = loading
-        self._send(LoadAdapter(self._last_load, path))
-        adapter = await loading
-        if adapter.digest in self._resident:
-            self._send(UnloadAdapter(adapter.digest))
-        self._wanted[adapter.digest] = adapter
-        self._lost.pop(adapter.digest, None)
-        self._resident.add(adapter.digest)
-        return adapter
-
-    def unload(self, digest: str) -> None:
-        """Have the core forget an adapter; unknown ones are ignored."""
-        self._wanted.pop(digest, None)
-        self._lost.pop(digest, None)
-        if digest in self._resident:
-            self._resident.remove(digest)
-            self._send(UnloadAdapter(digest))
-
-    def on_reply(self, reply: AdapterReply) -> None:
-        loading = self._loads.pop(reply.number)
-        if isinstance(reply, AdapterLoaded):
-            if loading.done():  # its caller was cancelled
-                self._send(UnloadAdapter(reply.adapter.digest))
-            else:
-                loading.set_result(reply.adapter)
-        elif not loading.done():
-            loading.set_exception(reply.error.error())
-
-    def on_serving(self) -> None:
-        """Load all adapters into a core that has just begun to serve."""
-        for adapter in self._wanted.values():
-            restoring = asyncio.create_task(self._restore(adapter))
-            self._restoring.add(restoring)
-            restoring.add_done_callback(self._restoring.discard)
-
-    def on_loss(self, error: CharoniaError) -> None:
-        """The core is gone, with its adapters."""
-        self._resident.clear()
-        loads, self._loads = self._loads, {}
-        for loading in loads.values():
-            if not loading.done():
-                loading.set_exception(error)
-
-    async def _restore(self, adapter: Adapter) -> None:
-        """Load an adapter that the lost core had; one whose files have changed is unloaded."""
-        try:
-            loaded = await self.load(adapter.path)
-        except NotReady:
-            return  # the next core gets it
-        except CharoniaError as error:
-            self._lose(adapter, error.message)
-            return
-        if loaded.digest != adapter.digest:
-            self._lose(adapter, "its files are not those that were loaded")
-            self.unload(loaded.digest)
-
-    def _lose(self, adapter: Adapter, why: str) -> None:
-        self._lost[adapter.digest] = why
-        log.error("adapter %s is lost with the engine core that had it: %s", adapter.path, why)

@@ -325,8 +325,7 @@ class Simulation:
         try:
             ticket = self._tickets[key] = self._admission.admit(request.tenant)
             self._admission.add_prompt(ticket, request.prompt)
-            prompt = request.tokens(key) if self._affinity else ()
-            replica, expected = route_prompt(self.replicas, prompt, ("", request.tenant, ""), self._affinity)
+            replica, expected = self._choose_replica(key, request)
             replica.submit(key, request, self.now, expected)
         except (InvalidArgument, QueueFull) as error:
             too_long = self._why_too_long(request)
@@ -334,6 +333,11 @@ class Simulation:
             if key in self._tickets:
                 self._tickets.pop(key).release()
             self._go_on(key, heard)
+
+    def _choose_replica(self, key: int, request: SimulatedRequest) -> tuple[SimulatedReplica, ExpectedPrefix]:
+        if not self._affinity:
+            return min(self.replicas, key=lambda replica: replica.pending_work), NOT_CACHED
+        return route_prompt(self.replicas, request.tokens(key), ("", request.tenant, ""))
 
     def _why_too_long(self, request: SimulatedRequest) -> str:
         """The limit that a request can never keep, without its own numbers: so that refusals can be counted."""

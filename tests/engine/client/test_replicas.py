@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from charonia.core.errors import CharoniaError, InvalidArgument, SentError, Unavailable
 from charonia.core.metrics import DrafterTotals, EngineTotals
 from charonia.engine.client import client as client_module
-from charonia.engine.client.client import EngineClient, Replica, split_config
+from charonia.engine.client.client import EngineClient, Replica
 from charonia.engine.client.routing import TOKENS_PER_REQUEST, prompt_prefixes
 from charonia.engine.client.token_stream import TokenStream
 from charonia.engine.config import CacheConfig, EngineConfig, FakeConfig
@@ -287,13 +287,13 @@ def _tell(fleet: Fleet, what: str, key: int) -> None:
 
 def test_replicas_share_cores_and_memory_evenly() -> None:
     config = EngineConfig(model="m", data_parallel_size=3)
-    configs = split_config(config, threads=8, memory=9000)
+    configs = config.split(threads=8, memory=9000)
     assert [(each.replica, each.threads, each.host_memory) for each in configs] == [(n, 2, 3000) for n in range(3)]
-    assert [each.threads for each in split_config(config, threads=2, memory=0)] == [1, 1, 1]
+    assert [each.threads for each in config.split(threads=2, memory=0)] == [1, 1, 1]
     given_threads = EngineConfig(model="m", data_parallel_size=2, threads=8)
-    assert [each.threads for each in split_config(given_threads, threads=4, memory=0)] == [8, 8]
+    assert [each.threads for each in given_threads.split(threads=4, memory=0)] == [8, 8]
     alone = EngineConfig(model="m")
-    assert split_config(alone, threads=8, memory=9000) == [alone]
+    assert alone.split(threads=8, memory=9000) == [alone]
 
 
 # Real cores

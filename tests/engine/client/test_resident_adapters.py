@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.adapter import Adapter
 from charonia.core.errors import CharoniaError, NotReady, SentError, Unavailable
-from charonia.engine.client.routing import ResidentAdapters
+from charonia.engine.client.resident_adapters import ResidentAdapters
 from charonia.engine.core.messages import AdapterLoaded, AdapterRefused
 
 
