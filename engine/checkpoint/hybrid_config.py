@@ -104,6 +104,11 @@ def _nemotron(fields: ConfigFields) -> HybridLayers:
     return HybridLayers(attends, recurs, mamba2_layers(fields), feeds=tuple(mark in "-E" for mark in marks))
 
 
+def _unbounded_steps(fields: ConfigFields) -> list[float]:
+    """The limits of a time step where a file names the least alone."""
+    return [fields.real("time_step_min") or 0.0, math.inf]
+
+
 def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
     pattern = fields.config["hybrid_override_pattern"]
     if not isinstance(pattern, str):
@@ -118,7 +123,7 @@ def _nemotron_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "mamba_d_head": fields.number("mamba_head_dim", most=MOST_PARTS),
         "mamba_d_state": fields.number("ssm_state_size", most=MOST_PARTS),
         "mamba_expand": None,
-        "time_step_limit": [fields.real("time_step_min") or 0.0, math.inf],
+        "time_step_limit": _unbounded_steps(fields),
         "rope_parameters": {"rope_type": _NO_POSITIONS},
         "mlp_matrices": 2,
         "num_experts": fields.number("n_routed_experts", most=MOST_PARTS),
@@ -170,7 +175,7 @@ def _zamba2_fields(fields: ConfigFields) -> Mapping[str, Any]:
         "mamba_proj_bias": fields.flag("add_bias_linear"),
         "mamba_conv_bias": True,
         "mlp_bias": fields.flag("add_bias_linear"),
-        "time_step_limit": [fields.real("time_step_min") or 0.0, math.inf],
+        "time_step_limit": _unbounded_steps(fields),
     }
     if not fields.flag("use_mem_rope"):
         own["rope_parameters"] = {"rope_type": _NO_POSITIONS}

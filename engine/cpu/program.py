@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -194,15 +194,14 @@ class ThreadPool:
         """Ends the threads when everything begun is computed. Called at the latest when the pool is collected."""
 
 
-class RotaryTable(Protocol):
-    """The cosines and sines of a rotary embedding, float32 [positions, 2, rotary_dim / 2]. Steps that are computed read
-    only those that are there."""
+class RotaryTable(NamedTuple):
+    """The cosines and sines of a rotary embedding, for a program."""
 
     cos_sin: Tensor
-
-    def step_table(self, batch: StepBatch) -> Tensor | None:
-        """Those of a step's tokens, float32 [N, 2, rotary_dim / 2]; None: they are lines of `cos_sin`, which has them
-        now."""
+    """Float32 [positions, 2, rotary_dim / 2]; steps that are computed read only those that are there."""
+    of_step: Callable[[StepBatch], Tensor | None]
+    """Those of a step's tokens, float32 [N, 2, rotary_dim / 2]; None: they are lines of `cos_sin`, which has them by
+    then."""
 
 
 class DecoderProgram:
@@ -244,7 +243,7 @@ class DecoderProgram:
 
     def begin(self, inputs: ProgramInputs) -> StepRun:
         """Have a step computed after those begun before it, beside the caller."""
-        tables = [rotary.step_table(inputs.batch) for rotary in self._rotaries]
+        tables = [rotary.of_step(inputs.batch) for rotary in self._rotaries]
         workspace = self._free_workspaces.pop() if self._free_workspaces else _StepWorkspace()
         arguments, token_ids = workspace.arguments, inputs.batch.token_ids
         arguments.cos_sin = workspace.keep_tables(tables)

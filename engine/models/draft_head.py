@@ -110,4 +110,4 @@ class DraftHead(ABC):
         trace.add_in_place(OpStruct(kind=SAMPLE, size=logits.width, what=self.target_ids.data_ptr()), logits)
         kept = normed if self.carries_norm else own
         io = TraceIO(residual, delta, layer_ops, False, logits, (kept,))
-        return DecoderProgram(trace, io, context.rotaries, threads)
+        return DecoderProgram(trace, io, context.rotary_tables, threads)

@@ -24,7 +24,7 @@ from ..cpu.op_trace import (
     Traceable,
     TraceIO,
 )
-from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, StepRun, ThreadPool
+from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, RotaryTable, StepRun, ThreadPool
 from ..layers.cross_attention import CrossAttention
 from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
@@ -208,7 +208,7 @@ class NativeDecoder:
         io = TraceIO(x, delta, layer_ops, source.untraceable is None, logits, states)
         beside = None if self._beside is None else self._beside.program
         threads = ThreadPool() if beside is None else beside.threads
-        return DecoderProgram(trace, io, context.rotaries, threads, last)
+        return DecoderProgram(trace, io, context.rotary_tables, threads, last)
 
 
 def _kept_by(run: StepRun, layers: Sequence[int], after_last: int) -> list[Tensor]:
@@ -234,8 +234,12 @@ class SymbolicContext:
         self._output_sizes = output_sizes
         self.adapters = None
         self._shared: dict[SharedPart, Any] = {}
-        self.rotaries: list[FusedRotary] = []
-        """The rotary embeddings that layers asked for, each once."""
+        self._rotaries: list[FusedRotary] = []  # each once
+
+    @property
+    def rotary_tables(self) -> list[RotaryTable]:
+        """Of the rotary embeddings that layers asked for, by their numbers."""
+        return [RotaryTable(rotary.cos_sin, rotary.step_table) for rotary in self._rotaries]
 
     def shared(self, part: SharedPart, x: Tensor) -> Tensor:
         if part not in self._shared:
@@ -244,9 +248,9 @@ class SymbolicContext:
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         assert isinstance(rotary, FusedRotary), "a layer that rotates by torch says that it is untraceable"
-        if rotary not in self.rotaries:
-            self.rotaries.append(rotary)
-        return cast(RotaryAngles, _SymbolicAngles(self.rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
+        if rotary not in self._rotaries:
+            self._rotaries.append(rotary)
+        return cast(RotaryAngles, _SymbolicAngles(self._rotaries.index(rotary), 2 * rotary.cos_sin.shape[-1]))
 
     def cross(self, layer: int, q: SymbolicTensor, *_: None) -> SymbolicTensor:
         """The attention to an encoder's output."""

@@ -83,11 +83,11 @@ class PrefixSink(Protocol):
         """So has the state after all of them."""
 
 
-class NameLookups:
-    """Looks names up in threads of its own, for no call of the system's that does so can be ended."""
+class NameLookups(DaemonThreads):
+    """Threads that look names up, for no call of the system's that does so can be ended."""
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads("kv-transfer-names", _LOOKUPS)
+        super().__init__("kv-transfer-names", _LOOKUPS)
 
     def addresses(self, remote: RemotePrefix) -> Future[Addresses]:
         """Of its host, once they are known. Whoever cancels it waits no more."""
@@ -95,7 +95,7 @@ class NameLookups:
         with suppress(OSError):  # it is a name
             future.set_result(_addresses(remote, socket.AI_NUMERICHOST))
             return future
-        self._threads.start(partial(self._look_up, remote, future))
+        self.start(partial(self._look_up, remote, future))
         return future
 
     def _look_up(self, remote: RemotePrefix, future: Future[Addresses]) -> None:
@@ -106,9 +106,6 @@ class NameLookups:
                 future.set_result(_addresses(remote))
             except (OSError, UnicodeError) as error:
                 future.set_exception(error)
-
-    def close(self) -> None:
-        self._threads.close()
 
 
 def _addresses(remote: RemotePrefix, flags: int = 0) -> Addresses:
