@@ -18,7 +18,7 @@ from .cache_events import CacheEvents, GroupEvents
 from .host_tier import HostTier, TierCopy
 from .landed_images import ImagePlace, LandedImages
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
-from .retention import NO_RETENTION, RetentionBudget, SessionRetention
+from .retention.session_retention import NO_RETENTION, RetentionBudget, SessionRetention
 from .states.draft_states import DraftStates
 from .states.state_pool import StatePool
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
-from ...kvcache.retention import NO_RETENTION, RetentionBudget
+from ...kvcache.retention.session_retention import NO_RETENTION, RetentionBudget
 from ..config import CacheConfig, EngineConfig
 from ..worker.executor import Capacity
 

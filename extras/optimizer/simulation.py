@@ -23,7 +23,7 @@ from ...engine.client.routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPre
 from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
-from ...kvcache.retention import RetentionBudget
+from ...kvcache.retention.session_retention import RetentionBudget
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import IntArray, StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import PrefillBudget

@@ -40,14 +40,14 @@ class KeptStates:
     def __init__(self, size: int, cache: KVCacheManager, rule: SnapshotRule) -> None:
         assert cache.draft_states is not None, "sequences of this cache have no states"
         self._cache = cache
-        self.drafts = cache.draft_states
+        self._drafts = cache.draft_states
         self.saves = None if cache.states is None else StateSaves(size, cache.states, cache.block_size, rule)
         """None: there is no room for snapshots, or prompts share nothing."""
 
     @property
     def most_drafts(self) -> int:
         """Drafts that the plan in the making may have, all rows together."""
-        return self.drafts.free
+        return self._drafts.free
 
     def enter(self, row: int, sequence: Sequence, table: BlockTable, waiting: Iterable[Sequence]) -> None:
         """A sequence enters a row with its table. `waiting`: the next of those that do not have one."""
@@ -77,11 +77,11 @@ class KeptStates:
         `scheduled`, some of them `drafted`; called once for each plan."""
         snapshots = () if self.saves is None else tuple(self.saves.reserve(rows, scheduled[rows]))
         saves = [save[:3] for save in snapshots]
-        restores = self.drafts.resume(counts)
+        restores = self._drafts.resume(counts)
         for row, tokens in drafted.items():
             first = int(scheduled[row]) - len(tokens)
-            saves += [(row, *state) for state in self.drafts.reserve(row, first, len(tokens))]
-        self.drafts.plan_is_made()
+            saves += [(row, *state) for state in self._drafts.reserve(row, first, len(tokens))]
+        self._drafts.plan_is_made()
         return PlannedStates(
             snapshots,
             np.array(saves, np.int32) if saves else NO_STATE_SAVES,
@@ -91,7 +91,7 @@ class KeptStates:
     def verify_drafts(self, rows: Iterable[int], computed: IntArray) -> None:
         """The drafts of these rows were verified: they go on from what is `computed`."""
         for row in rows:
-            self.drafts.accept(row, int(computed[row]))
+            self._drafts.accept(row, int(computed[row]))
 
     def settle(
         self,
@@ -116,7 +116,7 @@ class KeptStates:
         """The row's sequence has left, and no plan in flight has it."""
         if self.saves is not None:
             self.saves.leave(row)
-        self.drafts.leave(row)
+        self._drafts.leave(row)
 
     def check_integrity(
         self,
@@ -131,9 +131,9 @@ class KeptStates:
         rows = list(occupied)
         if self.saves is not None:
             self.saves.check_integrity(snapshots, rows, scheduled)
-        self.drafts.check_integrity(rows)
+        self._drafts.check_integrity(rows)
         for row in rows:
             end, number = int(scheduled[row]), drafts.get(row, 0)
             if not ended[row]:  # while drafts are verified the state before each; then that from which the row goes on
-                kept = self.drafts.positions(row)
+                kept = self._drafts.positions(row)
                 assert kept == [*range(end - number, end)] if number else kept in ([], [end]), "goes on from no state"

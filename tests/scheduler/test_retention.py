@@ -7,7 +7,7 @@ import pytest
 
 from charonia.core.retention import Retention, RetentionRange
 from charonia.kvcache.manager import KVCacheManager
-from charonia.kvcache.retention import RetentionBudget, SessionRetention
+from charonia.kvcache.retention.session_retention import RetentionBudget, SessionRetention
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from charonia.core.retention import Retention, RetentionRange
-from charonia.kvcache import retention as retention_module
 from charonia.kvcache.block_table import BlockTable
 from charonia.kvcache.manager import KVCacheManager
-from charonia.kvcache.retention import RetentionBudget, SessionRetention
+from charonia.kvcache.retention import session_retention as retention_module
+from charonia.kvcache.retention.session_retention import RetentionBudget, SessionRetention
 
 SIZE = 4
 WHOLE = (RetentionRange(priority=50, seconds=10.0),)

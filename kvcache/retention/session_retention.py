@@ -12,10 +12,10 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple, TypeAlias
 
-from ..core.retention import USUAL_PRIORITY, Retention
-from .block_pool import BlockPool, RetainedList
-from .block_table import NO_BLOCK, BlockTable
-from .states.state_pool import StatePool
+from ...core.retention import USUAL_PRIORITY, Retention
+from ..block_pool import BlockPool, RetainedList
+from ..block_table import NO_BLOCK, BlockTable
+from ..states.state_pool import StatePool
 
 MOST_SCOPES = 1024
 """Records at a time, each with a list in the pool."""
