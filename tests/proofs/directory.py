@@ -175,7 +175,7 @@ def damage(root: Path, random: Random) -> None:
             case 3:
                 path.write_bytes(random.choice(files).read_bytes())  # another block's image under this name
             case 4:
-                shutil.rmtree(path.parent)
+                shutil.rmtree(path.parent, ignore_errors=True)  # a server may write into it meanwhile
             case _:
                 path.write_bytes(content + b"\0")
     except FileNotFoundError:
