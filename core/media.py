@@ -17,6 +17,12 @@ FEATURES, FEATURE_MASK, WINDOW_BOUNDS = "input_features", "input_features_mask",
 padding, and the seconds where each window begins and ends [windows, 2]."""
 
 
+ALIGNED_TOKENS, ALIGNED_SPANS, ALIGNED_ROWS = "aligned_tokens", "aligned_spans", "aligned_rows"
+"""Inputs of windows whose tokens are aligned with their sound: tokens [windows, longest], padded with zeros; of each
+window how many tokens are its prompt, how many it has, and how many rows are sound [windows, 3]; and the encoder's rows
+as bytes [windows, bytes]."""
+
+
 def plural_nouns(kinds: Iterable[MediaKind]) -> str:
     """What messages call several of these kinds."""
     return " and ".join(f"{KIND_NOUNS[kind]}s" for kind in kinds)

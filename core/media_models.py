@@ -83,6 +83,10 @@ class TowerSpec(NamedTuple):
     of tokens [texts, length], rows [windows or texts, length, hidden]. Empty where transformers loads the tower."""
     quantization: str = "none"
     """The precision of such an encoder, as the engine names it."""
+    own_aligner: str = ""
+    """The function that loads what aligns tokens of transcripts with an encoder's rows, named in the same way. Called
+    with the checkpoint's directory, the dtype of rows and torch's device, it takes the inputs that `core.media` names
+    for it, and gives for each window the rows at which its tokens begin. Empty where nothing does."""
     kinds: tuple[MediaKind, ...] = ("image",)
     """What it is asked for, none for an encoder of texts; the weights of other parts are not read."""
 
@@ -105,6 +109,18 @@ class EncodedMedium(NamedTuple):
     """torch's name of it."""
     deepstack: bytes = b""
     """[layers, length, hidden] in `dtype`: what is added to the states after each of the first layers."""
+
+
+class AlignedWindow(NamedTuple):
+    """A window of a sound, and what a decoder heard in it."""
+
+    encoded: EncodedMedium
+    tokens: tuple[int, ...]
+    """The prompt, and the tokens that the decoder made of it."""
+    prompt: int
+    """How many of them are the prompt."""
+    sounding: int
+    """How many of the rows are sound, and no padding."""
 
 
 class MediaFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -161,6 +177,11 @@ class MediaEncoder(Protocol):
     async def encode(self, medium: Encodable, context: RequestContext, salt: str = "") -> EncodedMedium:
         """What is made of a medium is kept, for the same tenant and `salt`. Cancelling ends the computation unless
         another request waits for it, too. Raises a `CharoniaError`."""
+
+    async def align(self, window: AlignedWindow, context: RequestContext) -> Sequence[int]:
+        """For each token behind the prompt, the first of the rows that a decoder attends to with that token as its
+        input; they never decrease. Windows that wait go together. Cancelling ends the computation unless another window
+        is a part of it. Raises a `CharoniaError`."""
 
     def readings(self) -> Iterator[Reading]:
         """Its series, for a scrape."""

@@ -54,6 +54,18 @@ class Speech(msgspec.Struct, frozen=True):
     """Whether the parts of the transcript have times within the sound."""
     no_speech: bool = False
     """Whether they have the probability that nobody speaks."""
+    words: bool = False
+    """Whether their words have times, too; only with `timestamps`."""
+
+
+class TranscriptWord(msgspec.Struct, frozen=True):
+    """A word with the punctuation beside it, or a character of a language that has no spaces."""
+
+    text: str
+    """As it stands in the segment, with the space before it."""
+    start: float
+    """Seconds from the beginning of the sound, as `end` is."""
+    end: float
 
 
 class TranscriptSegment(msgspec.Struct, frozen=True):
@@ -74,6 +86,8 @@ class TranscriptSegment(msgspec.Struct, frozen=True):
     """The probability that nobody speaks in its window; 0 where nobody asked for it."""
     window: float
     """The second at which its window begins."""
+    words: tuple[TranscriptWord, ...] = ()
+    """Where they were asked for."""
 
 
 class Transcript(msgspec.Struct, frozen=True):

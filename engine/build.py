@@ -30,6 +30,7 @@ from .options import EngineOptions, engine_config, parse_settings, read_speculat
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
 _SOUND_ENCODER = "charonia.engine.models.sound_encoder:load_sound_encoder"
+_SOUND_ALIGNER = "charonia.engine.models.sound_aligner:load_sound_aligner"
 _TEXT_ENCODER = "charonia.engine.models.text_encoder:load_text_encoder"
 _MADE_PRECISIONS = ("int8", "fp8")
 """What an encoder's plain weights become with a decoder's."""
@@ -126,7 +127,8 @@ def media_part(path: str, parameters: Mapping[str, Any], gpus: Sequence[int]) ->
     tower = TowerSpec(str(directory), options.dtype or "auto", gpu, media.cache_bytes, media.share_cache, kinds=kinds)
     if encoder:
         precision = options.quantization if options.quantization in _MADE_PRECISIONS else "none"
-        tower = tower._replace(own_encoder=encoder, quantization=precision)
+        aligner = _SOUND_ALIGNER if encoder == _SOUND_ENCODER else ""
+        tower = tower._replace(own_encoder=encoder, own_aligner=aligner, quantization=precision)
     return MediaPart(media, tower)
 
 

@@ -139,6 +139,11 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_tower_shared_total", "counter", "Those that were being computed for another request"),
     MetricFamily("charonia_tower_cache_evictions_total", "counter", "Images whose rows made room for others'"),
     MetricFamily("charonia_tower_cache_bytes", "gauge", "Rows of images that are kept"),
+    MetricFamily(
+        "charonia_tower_aligned_windows_total", "counter", "Windows of sounds whose words have got their times"
+    ),
+    MetricFamily("charonia_tower_alignments_total", "counter", "Executions that found those"),
+    MetricFamily("charonia_tower_alignment_seconds_total", "counter", "Their time"),
     MetricFamily("charonia_instance_restarts_total", "counter", "Instances that were lost and replaced"),
     MetricFamily("charonia_unbatched_requests_total", "counter", "Requests that were executed alone, by why"),
     MetricFamily("charonia_batches_total", "counter", "Batches that were executed, by why they took no more"),

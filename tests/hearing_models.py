@@ -90,6 +90,7 @@ def write_whisper(
         "suppress_tokens": [3, 7, ids["<|startoftranscript|>"], ids["<|startofprev|>"], ids["<|nospeech|>"]],
         "begin_suppress_tokens": [220, ids["<|endoftext|>"]],
         "is_multilingual": multilingual,
+        "alignment_heads": [[1, 0], [1, 2]],
         "return_timestamps": False,
         "max_length": 64,
     }

@@ -110,15 +110,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_330,
+    "core": 2_345,
     "processes": 1_160,
-    "telemetry": 3_020,
+    "telemetry": 3_025,
     "kvcache": 1_530,
-    "tokenization": 3_720,
+    "tokenization": 3_775,
     "media": 1_255,
     "scheduler": 2_360,
-    "engine": 30_230,
-    "classic_backends": 8_520,
+    "engine": 30_460,
+    "classic_backends": 8_655,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,

@@ -20,6 +20,7 @@ from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .media_text import MediaText, expand_media, text_with_places
+from .speech_words import SpokenWord, split_words
 from .tokenizer_json import read_tokenizer
 
 _HALF = "\ufffd"
@@ -316,6 +317,10 @@ class AsyncTokenizer:
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._run(len(ids), self._tokenizer.decode, ids)
+
+    async def split_words(self, ids: Sequence[int], spaced: bool) -> list[SpokenWord]:
+        """See `speech_words.split_words`."""
+        return await self._run(len(ids), split_words, ids, self._tokenizer.decode, spaced)
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return await self._run(len(ids), self._tokenizer.token_strings, ids)

@@ -54,4 +54,4 @@ class AudioRoutes:
             return EventStreamResponse(stream, TranscriptEvents())
         async with CancelOnDisconnect(request.receive), aclosing(stream):
             chunks = [chunk async for chunk in stream]
-        return transcript_response(chunks, parsed.format, translate)
+        return transcript_response(chunks, parsed, translate)

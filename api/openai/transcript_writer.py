@@ -9,14 +9,15 @@ from starlette.responses import Response
 
 from ...core.errors import CharoniaError
 from ...core.request import GenerateChunk, Usage
-from ...core.speech import LANGUAGE_NAMES, Transcript, TranscriptSegment
+from ...core.speech import LANGUAGE_NAMES, TranscriptSegment
 from ..http.connection import sse_event
 from ..http.error_responses import json_response, openai_error_body
-from .transcription_request import TranscriptFormat
+from .transcription_request import ParsedTranscription
 
 
-def transcript_response(chunks: Sequence[GenerateChunk], kind: TranscriptFormat, translate: bool) -> Response:
+def transcript_response(chunks: Sequence[GenerateChunk], parsed: ParsedTranscription, translate: bool) -> Response:
     """The answer of all chunks of a stream."""
+    kind = parsed.format
     text = "".join(chunk.text for chunk in chunks).strip()
     segments = [segment for chunk in chunks if chunk.transcript for segment in chunk.transcript.segments]
     if kind == "text":
@@ -30,33 +31,33 @@ def transcript_response(chunks: Sequence[GenerateChunk], kind: TranscriptFormat,
     usage = {"type": "duration", "seconds": math.ceil(transcript.duration)}
     if kind == "json":
         return json_response({"text": text, "usage": usage})
-    return json_response(_verbose(text, segments, transcript, translate) | {"usage": usage})
-
-
-def _verbose(
-    text: str, segments: Iterable[TranscriptSegment], transcript: Transcript, translate: bool
-) -> dict[str, Any]:
     language = LANGUAGE_NAMES.get(transcript.language, transcript.language)
-    return {
+    verbose: dict[str, Any] = {
         "task": "translate" if translate else "transcribe",
         "language": "english" if translate else language,
         "duration": round(transcript.duration, 3),
         "text": text,
-        "segments": [
-            {
-                "id": number,
-                "seek": round(100 * segment.window),
-                "start": segment.start,
-                "end": segment.end,
-                "text": segment.text,
-                "tokens": list(segment.tokens),
-                "temperature": segment.temperature,
-                "avg_logprob": segment.mean_logprob,
-                "compression_ratio": segment.compression,
-                "no_speech_prob": segment.no_speech,
-            }
-            for number, segment in enumerate(segments)
-        ],
+    }
+    if "word" in parsed.granularities:
+        words = (word for segment in segments for word in segment.words)
+        verbose["words"] = [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+    if "segment" in parsed.granularities:
+        verbose["segments"] = [_segment(number, segment) for number, segment in enumerate(segments)]
+    return json_response(verbose | {"usage": usage})
+
+
+def _segment(number: int, segment: TranscriptSegment) -> dict[str, Any]:
+    return {
+        "id": number,
+        "seek": round(100 * segment.window),
+        "start": segment.start,
+        "end": segment.end,
+        "text": segment.text,
+        "tokens": list(segment.tokens),
+        "temperature": segment.temperature,
+        "avg_logprob": segment.mean_logprob,
+        "compression_ratio": segment.compression,
+        "no_speech_prob": segment.no_speech,
     }
 
 

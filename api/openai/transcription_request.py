@@ -14,6 +14,7 @@ from .json_body import NoOpValues, body_shape, convert_fields, field_error, supp
 from .known_fields import known_members
 
 TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vtt"]
+Granularity: TypeAlias = Literal["segment", "word"]
 _TIMED: frozenset[TranscriptFormat] = frozenset(("srt", "verbose_json", "vtt"))
 _STREAMED: frozenset[TranscriptFormat] = frozenset(("json", "text"))
 
@@ -26,7 +27,7 @@ class TranscriptionBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     response_format: TranscriptFormat | None = None
     temperature: float | None = None
-    timestamp_granularities: list[Literal["segment", "word"]] = []
+    timestamp_granularities: list[Granularity] = []
     stream: bool = False
     seed: int | None = None
     priority: int | None = None
@@ -52,6 +53,8 @@ class ParsedTranscription(NamedTuple):
     model: str | None
     request: GenerateRequest
     format: TranscriptFormat
+    granularities: frozenset[Granularity]
+    """What verbose_json has of the transcript's parts."""
     stream: bool
     members: Mapping[str, Any]
     """Its fields as a JSON body would have them, which routes may go by."""
@@ -81,6 +84,7 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
         context=body.prompt or "",
         timestamps=kind in _TIMED,
         no_speech=kind == "verbose_json",
+        words="word" in body.timestamp_granularities,
     )
     request = GenerateRequest(
         id=f"transcription-{request_id}",
@@ -89,7 +93,8 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    return ParsedTranscription(body.model, request, kind, body.stream, members, warning)
+    granularities = frozenset(body.timestamp_granularities or ("segment",))
+    return ParsedTranscription(body.model, request, kind, granularities, body.stream, members, warning)
 
 
 def _members(form: Form) -> dict[str, Any]:
@@ -109,8 +114,8 @@ def _members(form: Form) -> dict[str, Any]:
 def _check(body: TranscriptionBody, kind: TranscriptFormat, translate: bool) -> None:
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise field_error("temperature", f"must be between 0 and 1, got {body.temperature:g}")
-    if "word" in body.timestamp_granularities:
-        raise field_error("timestamp_granularities", ": times of words are not served, those of segments are")
+    if "word" in body.timestamp_granularities and translate:
+        raise field_error("timestamp_granularities", ": times of words are of transcriptions alone")
     if body.timestamp_granularities and kind != "verbose_json":
         raise field_error("timestamp_granularities", "needs the response_format verbose_json")
     if body.stream and kind not in _STREAMED:

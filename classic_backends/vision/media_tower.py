@@ -6,7 +6,7 @@ Lives in one event loop; computes as a classic model does, in a process of its o
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 
 from ...core.errors import Unavailable
 from ...core.media import Encodable
-from ...core.media_models import EncodedMedium, TowerSpec
+from ...core.media_models import AlignedWindow, EncodedMedium, TowerSpec
 from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
 from ...core.request_context import RequestContext
-from ...core.runtime import Parameters
+from ...core.runtime import Arrays, Parameters
 from ..isolated.isolated_runtime import VISION, IsolatableLoader
 from ..model import ClassicModel
 from .vision_backend import (
     DEEPSTACK,
     LENGTH,
+    OWN_ALIGNER,
     OWN_ENCODER,
     QUANTIZATION,
     ROWS,
@@ -32,6 +33,7 @@ from .vision_backend import (
     vision_request,
 )
 from .vision_files import read_vision_files
+from .window_aligner import WindowAligner
 
 _ENDPOINT = "media"
 _NO_PARAMETERS: Parameters = {}
@@ -64,7 +66,8 @@ class MediaTower:
         directory = Path(spec.checkpoint)
         files = read_vision_files(directory, spec.dtype, spec.kinds)
         if spec.own_encoder:
-            parameters = {**parameters, OWN_ENCODER: spec.own_encoder, QUANTIZATION: spec.quantization}
+            own = {OWN_ENCODER: spec.own_encoder, OWN_ALIGNER: spec.own_aligner, QUANTIZATION: spec.quantization}
+            parameters = {**parameters, **own}
         config = vision_config(name, version, files, spec.gpu, parameters)
         loader: IsolatableLoader = VISION
         self._model = ClassicModel(config, loader, directory)
@@ -79,6 +82,7 @@ class MediaTower:
         self._queries = self._hits = self._shared = self._encoded = self._evictions = 0
         self._seconds = 0.0
         self._closing = False
+        self._aligner = WindowAligner(self._compute_alignments)
 
     async def load(self) -> None:
         self._closing = False
@@ -91,6 +95,7 @@ class MediaTower:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._aligner.close()
         self._kept.clear()
         self._kept_bytes = 0
         await self._model.unload()
@@ -128,12 +133,7 @@ class MediaTower:
     async def _encode(self, medium: Encodable, key: MediumKey, context: RequestContext) -> EncodedMedium:
         try:
             began = time.monotonic()
-            own = RequestContext(_ENDPOINT)
-            own.tenant, own.background = context.tenant, context.background
-            async with aclosing(self._responses(medium, own)) as responses:
-                outputs: dict[str, Any] = {}
-                async for response in responses:
-                    outputs |= read_response(response.outputs)
+            outputs = await self._outputs(medium.inputs, context)
             encoded = EncodedMedium(int(outputs[LENGTH]), outputs[ROWS], self._dtype, outputs[DEEPSTACK])
             self._encoded += 1
             self._seconds += time.monotonic() - began
@@ -144,8 +144,26 @@ class MediaTower:
             if running is not None and running.task is asyncio.current_task():
                 del self._running[key]
 
-    def _responses(self, medium: Encodable, context: RequestContext) -> Any:
-        return self._model.infer(vision_request(medium.inputs), context)
+    async def _outputs(self, inputs: Arrays, context: RequestContext) -> Mapping[str, Any]:
+        own = RequestContext(_ENDPOINT)
+        own.tenant, own.background = context.tenant, context.background
+        outputs: dict[str, Any] = {}
+        async with aclosing(self._responses(inputs, own)) as responses:
+            async for response in responses:
+                outputs |= read_response(response.outputs)
+        return outputs
+
+    def _responses(self, inputs: Arrays, context: RequestContext) -> Any:
+        return self._model.infer(vision_request(inputs), context)
+
+    async def align(self, window: AlignedWindow, context: RequestContext) -> Sequence[int]:
+        if self._closing:
+            raise Unavailable("the model is being unloaded")
+        return await self._aligner.align(window, context)
+
+    async def _compute_alignments(self, inputs: Arrays, context: RequestContext) -> bytes:
+        rows: bytes = (await self._outputs(inputs, context))[ROWS]
+        return rows
 
     def _keep(self, key: MediumKey, encoded: EncodedMedium) -> None:
         """Keep it in the place of those that were wanted longest ago, unless it takes the whole budget."""
@@ -175,3 +193,4 @@ class MediaTower:
         yield Reading("charonia_tower_shared_total", self._shared)
         yield Reading("charonia_tower_cache_evictions_total", self._evictions)
         yield Reading("charonia_tower_cache_bytes", self._kept_bytes)
+        yield from self._aligner.readings()

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...core.errors import InvalidArgument
-from ...core.media import FEATURES, SOURCE
+from ...core.media import ALIGNED_TOKENS, FEATURES, SOURCE
 from .vision_files import VisionFiles
 
 
@@ -24,6 +24,14 @@ class TowerFeatures(NamedTuple):
     """The same for each layer that takes something."""
 
 
+class OwnParts(NamedTuple):
+    """The engine's functions that load a tower, and its precision: the fields of `TowerSpec`."""
+
+    encoder: str
+    aligner: str
+    quantization: str
+
+
 class TowerModule(NamedTuple):
     """A loaded module, on its device, as it is asked for media of a kind."""
 
@@ -31,17 +39,22 @@ class TowerModule(NamedTuple):
     """The processor's name of the input that is in the module's dtype."""
     features: Callable[..., TowerFeatures]
     """Takes the inputs by the processor's names."""
+    counts: bool = False
+    """Its rows are counts, int32, and no numbers of the tower's dtype."""
 
 
-def load_own_encoder(
-    encoder: str, quantization: str, files: VisionFiles, dtype: torch.dtype, device: str
-) -> tuple[TowerModule, ...]:
-    """An encoder of the engine, which has its decoder. `encoder`, `quantization`: see `TowerSpec`. Raises as the
-    encoder's own function."""
-    load: Any = resolve_name(encoder)
-    encode = load(files.directory, dtype, torch.device(device), quantization)
+def load_own_parts(own: OwnParts, files: VisionFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
+    """An encoder of the engine, which has its decoder, and what aligns tokens with its rows, if anything does. Raises
+    as their own functions."""
+    load: Any = resolve_name(own.encoder)
+    encode = load(files.directory, dtype, torch.device(device), own.quantization)
     name = FEATURES if files.kinds else SOURCE
-    return (TowerModule(name, lambda **inputs: TowerFeatures(encode(inputs[name]))),)
+    encoder = TowerModule(name, lambda **inputs: TowerFeatures(encode(inputs[name])))
+    if not own.aligner:
+        return (encoder,)
+    load = resolve_name(own.aligner)
+    align = load(files.directory, getattr(torch, files.dtype), torch.device(device))
+    return encoder, TowerModule(ALIGNED_TOKENS, lambda **inputs: TowerFeatures(align(**inputs)), counts=True)
 
 
 def read_weights(files: VisionFiles) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ DTYPE = "dtype"
 """A parameter: torch's name of what is computed in, or `auto`."""
 KINDS = "kinds"
 """A parameter: the kinds of media, parted by commas."""
-OWN_ENCODER, QUANTIZATION = "own_encoder", "quantization"
+OWN_ENCODER, OWN_ALIGNER, QUANTIZATION = "own_encoder", "own_aligner", "quantization"
 """Parameters: the fields of `TowerSpec` of these names."""
 
 GPU_BATCH = 8
@@ -49,14 +49,15 @@ class VisionLoader(RuntimeLoader):
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
-        from .tower_module import load_own_encoder
+        from .tower_module import OwnParts, load_own_parts
         from .vision_modules import VisionTower, load_beside_text
 
         set_torch_threads(threads_per_instance(config.raw))
         device = choose_device(config.name, placement) or "cpu"
         files = _read_files(directory, parameters)
         encoder = parameters.get(OWN_ENCODER)
-        load = partial(load_own_encoder, encoder, parameters.get(QUANTIZATION, "none")) if encoder else load_beside_text
+        own = OwnParts(encoder or "", parameters.get(OWN_ALIGNER, ""), parameters.get(QUANTIZATION, "none"))
+        load = partial(load_own_parts, own) if encoder else load_beside_text
         return VisionRuntime(VisionTower(files, device, device != "cpu", load))
 
     def uses_gpus(self) -> bool:

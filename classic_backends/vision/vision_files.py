@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import InvalidArgument, Unsupported
-from ...core.media import FEATURE_MASK, FEATURES, SOURCE, MediaKind, plural_nouns
+from ...core.media import (
+    ALIGNED_ROWS,
+    ALIGNED_SPANS,
+    ALIGNED_TOKENS,
+    FEATURE_MASK,
+    FEATURES,
+    SOURCE,
+    MediaKind,
+    plural_nouns,
+)
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.native_calls import NativeCall
 from ...tokenization.checkpoint_files import read_json
@@ -25,6 +34,9 @@ INPUTS = {
     FEATURES: "FP32",
     FEATURE_MASK: "INT64",
     SOURCE: "INT64",
+    ALIGNED_TOKENS: "INT64",
+    ALIGNED_SPANS: "INT64",
+    ALIGNED_ROWS: "UINT8",
 }
 """What processors make of media for towers, each family some of it; their datatypes here."""
 

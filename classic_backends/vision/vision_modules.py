@@ -121,7 +121,9 @@ class VisionTower:
         except (ValueError, TypeError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
             raise InvalidArgument(f"the tower refuses {shapes}: {error}") from error
-        rows = [part.to(self._stored) for part in _split(features.rows, counts)]
+        rows = _split(features.rows, counts)
+        if not module.counts:
+            rows = [part.to(self._stored) for part in rows]
         layers = [_split(layer, counts) for layer in features.deepstack]
         return [
             MediumRows(

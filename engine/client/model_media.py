@@ -26,7 +26,7 @@ from ...core.media import (
     SourceText,
     plural_nouns,
 )
-from ...core.media_models import EncodedMedium, MediaEncoder, MediaPreparer, MediaServices
+from ...core.media_models import AlignedWindow, EncodedMedium, MediaEncoder, MediaPreparer, MediaServices
 from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
@@ -218,6 +218,11 @@ class ModelMedia:
         """What the encoder makes of a window of a sound. Raises as the encoder."""
         assert self._services is not None
         return await self._services.encoder.encode(window, context, salt)
+
+    async def align(self, window: AlignedWindow, context: RequestContext) -> Sequence[int]:
+        """See `MediaEncoder.align`."""
+        assert self._services is not None
+        return await self._services.encoder.align(window, context)
 
     def _checked(self, media: Sequence[MediaSource]) -> MediaServices | None:
         for medium in media:

@@ -19,7 +19,7 @@ from .infer import GeneratingModel
 from .media_tensors import file_source
 from .request_parameters import Microseconds, decode_text, one_element, parse_fields
 
-_AUDIO, _STREAM, _TEXT, _SEGMENTS = "audio", "stream", "text_output", "segments"
+_AUDIO, _STREAM, _TEXT, _SEGMENTS, _WORDS = "audio", "stream", "text_output", "segments", "words"
 
 
 class _SpeechParameters(msgspec.Struct, frozen=True):
@@ -41,12 +41,14 @@ class _SpeechCall(NamedTuple):
     stream: bool
     segments: bool
     """Whether the segments are wanted, too."""
+    words: bool
+    """Whether the words are."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechLayout:
-    """An `InferLayout`. The first output always comes, the other one where the request names it: JSON of the segments,
-    with their times."""
+    """An `InferLayout`. The first output always comes, the others where the request names them: JSON of the segments,
+    and of the words, with their times."""
 
     inputs: tuple[TensorSpec, ...] = (
         TensorSpec(_AUDIO, "BYTES", (1,)),
@@ -56,7 +58,7 @@ class SpeechLayout:
         TensorSpec("temperature", "FP32", (1,), optional=True),
         TensorSpec(_STREAM, "BOOL", (1,), optional=True),
     )
-    output_specs: tuple[TensorSpec, ...] = (TensorSpec(_TEXT, "BYTES", (1,)), TensorSpec(_SEGMENTS, "BYTES", (1,)))
+    output_specs: tuple[TensorSpec, ...] = tuple(TensorSpec(name, "BYTES", (1,)) for name in (_TEXT, _SEGMENTS, _WORDS))
     max_batch_size: int = 0
     decoupled: bool = True
     implied_stream: bool = True
@@ -97,7 +99,7 @@ def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
     said = parse_fields({**request.parameters, **tensors}, _SpeechParameters, ignored)
     if ignored:
         context.warn(f"ignored: {', '.join(sorted(ignored))}")
-    segments = _SEGMENTS in (request.outputs or ())
+    segments, words = (name in (request.outputs or ()) for name in (_SEGMENTS, _WORDS))
     return _SpeechCall(
         GenerateRequest(
             id=request.id,
@@ -106,8 +108,9 @@ def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
                 language=language_code(said.language),
                 translate=said.translate,
                 context=said.prompt,
-                timestamps=segments,
+                timestamps=segments or words,
                 no_speech=segments,
+                words=words,
             ),
             sampling=SamplingParams(temperature=said.temperature, seed=said.seed),
             priority=said.priority,
@@ -116,6 +119,7 @@ def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
         ),
         said.stream,
         segments,
+        words,
     )
 
 
@@ -128,10 +132,14 @@ def _value(tensor: Tensor) -> Any:
 def _response(chunks: Sequence[GenerateChunk], call: _SpeechCall) -> InferResponse:
     text = "".join(chunk.text for chunk in chunks)
     outputs = [_bytes(_TEXT, (text if call.stream else text.strip()).encode())]
+    segments = [segment for chunk in chunks if chunk.transcript for segment in chunk.transcript.segments]
     if call.segments:
-        segments = [segment for chunk in chunks if chunk.transcript for segment in chunk.transcript.segments]
         shown = [{"start": part.start, "end": part.end, "text": part.text} for part in segments]
         outputs.append(_bytes(_SEGMENTS, orjson.dumps(shown)))
+    if call.words:
+        words = (word for segment in segments for word in segment.words)
+        timed = [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+        outputs.append(_bytes(_WORDS, orjson.dumps(timed)))
     return InferResponse(tuple(outputs))
 
 

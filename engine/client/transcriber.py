@@ -5,7 +5,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -15,14 +15,16 @@ import msgspec
 from ...core.direct_stream import DirectStream
 from ...core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from ...core.media import PreparedMedium
+from ...core.media_models import AlignedWindow, EncodedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
 from ...core.request_context import RequestContext
 from ...core.sampling import SamplingParams
-from ...core.speech import Speech, Transcript, TranscriptSegment
+from ...core.speech import Speech, Transcript, TranscriptSegment, TranscriptWord
 from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.media_text import MediaText
-from ...tokenization.speech_tokens import SpeechTokens, read_speech_tokens
+from ...tokenization.speech_tokens import SECONDS_A_TIME, SpeechTokens, read_speech_tokens
+from ...tokenization.speech_words import UNSPACED
 from ...tokenization.tokenizer import AsyncTokenizer
 from ..core.messages import AddRequest, CoreReady
 from .add_request import NO_LOGITS_PARAMS
@@ -38,6 +40,7 @@ from .transcript import (
     TimedTokens,
     segment_of,
     split_times,
+    words_of,
 )
 
 T = TypeVar("T")
@@ -239,8 +242,31 @@ class Transcriber:
             return []
         tokens, first_time = heard.tokens, self._tokens.first_time
         parts = split_times(tokens, first_time) if task.speech.timestamps else [TimedTokens(0.0, None, tokens)]
-        segments = [segment_of(part, await self._text(part.tokens), window, heard) for part in parts]
+        begins = await self._align(task, rows, window, heard) if task.speech.words and tokens else ()
+        segments = []
+        for part in parts:
+            words = await self._words(task, part, begins, window) if begins else ()
+            segments.append(segment_of(part, await self._text(part.tokens), window, heard, words))
         return [segment for segment in segments if segment.text.strip()]
+
+    async def _align(self, task: _Task, rows: EncoderRows, window: SoundWindow, heard: HeardWindow) -> Sequence[int]:
+        """The row of the encoder at which each token that was heard begins."""
+        prompt = self._prompt(task)
+        sounding = round((window.end - window.begin) / SECONDS_A_TIME)
+        aligned = AlignedWindow(
+            EncodedMedium(rows.length, rows.rows, rows.dtype),
+            (*prompt, *heard.tokens),
+            len(prompt),
+            max(1, min(sounding, rows.length)),
+        )
+        return await task.in_time(self._media.align(aligned, task.context))
+
+    async def _words(
+        self, task: _Task, part: TimedTokens, begins: Sequence[int], window: SoundWindow
+    ) -> tuple[TranscriptWord, ...]:
+        tokens = {part.first + at: token for at, token in enumerate(part.tokens) if token < self._tokens.end}
+        words = await self._tokenizer.split_words([*tokens.values()], task.language not in UNSPACED)
+        return words_of(words, [*tokens], begins, window)
 
     async def _hear(self, task: _Task, rows: EncoderRows) -> HeardWindow:
         """What is heard at the lowest temperature at which that makes sense, or at the highest."""

@@ -2,11 +2,12 @@
 sound they belong to. Follows arXiv 2212.04356 and its reference."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...core.speech import TranscriptSegment
+from ...core.speech import TranscriptSegment, TranscriptWord
 from ...tokenization.speech_tokens import SECONDS_A_TIME
+from ...tokenization.speech_words import SpokenWord
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """One after the other, while what is heard makes no sense."""
@@ -55,30 +56,51 @@ class TimedTokens(NamedTuple):
     start: float
     end: float | None
     tokens: tuple[int, ...]
+    first: int = 0
+    """The index of the first one in what was heard."""
 
 
 def split_times(tokens: Sequence[int], first_time: int) -> list[TimedTokens]:
     """The parts of what was heard, each from a time to the next; a part without text is left out."""
     parts: list[TimedTokens] = []
     start, part, has_text = 0.0, list[int](), False
-    for token in tokens:
+    for index, token in enumerate(tokens):
         part.append(token)
         if token < first_time:
             has_text = True
             continue
         time = round((token - first_time) * SECONDS_A_TIME, 2)
         if has_text:
-            parts.append(TimedTokens(start, max(start, time), tuple(part)))
+            parts.append(TimedTokens(start, max(start, time), tuple(part), index + 1 - len(part)))
             part, has_text = [], False
         else:
             part = [token]
         start = time
     if has_text:
-        parts.append(TimedTokens(start, None, tuple(part)))
+        parts.append(TimedTokens(start, None, tuple(part), len(tokens) - len(part)))
     return parts
 
 
-def segment_of(part: TimedTokens, text: str, window: SoundWindow, heard: HeardWindow) -> TranscriptSegment:
+def words_of(
+    words: Iterable[SpokenWord], indices: Sequence[int], begins: Sequence[int], window: SoundWindow
+) -> tuple[TranscriptWord, ...]:
+    """The words of some tokens, which have `indices` among those that were heard in a window. `begins`: of each of
+    these the row of the encoder that the decoder attends to once it is its input, to say the next: the token ends
+    there, and has begun where the one before it ended."""
+
+    def second(index: int) -> float:
+        seconds = begins[index] * SECONDS_A_TIME if index >= 0 else 0.0
+        return round(min(window.begin + seconds, window.end), 3)
+
+    timed = (
+        TranscriptWord(word.text, second(indices[word.first] - 1), second(indices[word.end - 1])) for word in words
+    )
+    return tuple(word for word in timed if word.text.strip())
+
+
+def segment_of(
+    part: TimedTokens, text: str, window: SoundWindow, heard: HeardWindow, words: tuple[TranscriptWord, ...] = ()
+) -> TranscriptSegment:
     """The segment of a part of what was heard in a window."""
     end = window.end if part.end is None else min(window.begin + part.end, window.end)
     return TranscriptSegment(
@@ -91,4 +113,5 @@ def segment_of(part: TimedTokens, text: str, window: SoundWindow, heard: HeardWi
         compression=heard.compression,
         no_speech=heard.no_speech,
         window=round(window.begin, 3),
+        words=words,
     )

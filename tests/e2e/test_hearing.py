@@ -17,8 +17,11 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
     WhisperTimeStampLogitsProcessor,
+    WhisperTokenizer,
 )
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
+from transformers.generation.utils import GenerateEncoderDecoderOutput
+from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
 
 from charonia.core.speech import LANGUAGE_NAMES
 from charonia.telemetry.scrape import Interval, parse_scrape
@@ -130,6 +133,47 @@ def test_times_follow_the_rules(client: openai.OpenAI, checkpoint: Path) -> None
         assert 0 <= segment.no_speech_prob < 1
     subtitles: Any = client.audio.transcriptions.create(model="whisper", file=file_of(SOUND), response_format="vtt")
     assert subtitles.startswith("WEBVTT\n\n00:00:0")
+
+
+@torch.inference_mode()
+def expected_words(checkpoint: Path, samples: Any, heard: list[int]) -> list[tuple[str, float, float]]:
+    """The words of tokens that were heard as German, by transformers' attention and its own ways from there."""
+    model: Any = WhisperForConditionalGeneration.from_pretrained(checkpoint, attn_implementation="eager")
+    extractor: Any = WhisperFeatureExtractor.from_pretrained(checkpoint)
+    features = extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    ids = Tokenizer.load(checkpoint).added_tokens(1 << 20)
+    tokens = torch.tensor([[*(ids[f"<|{name}|>"] for name in ("startoftranscript", "de", "transcribe")), *heard]])
+    made = model(features, decoder_input_ids=tokens, output_attentions=True)
+    outputs = GenerateEncoderDecoderOutput(sequences=tokens, cross_attentions=(made.cross_attentions,))
+    heads, frames = model.generation_config.alignment_heads, len(samples) // extractor.hop_length
+    [times] = model._extract_token_timestamps(outputs, heads, num_frames=frames, num_input_ids=3)[:, 3:-1].tolist()
+    spans = zip([0.0, *times], times, strict=False)
+    end = model.generation_config.eos_token_id
+    text = [(token, span) for token, span in zip(heard, spans, strict=True) if token < end]
+    library: Any = WhisperTokenizer.from_pretrained(checkpoint)
+    words = _collate_word_timestamps(library, [token for token, _ in text], [span for _, span in text], "german", False)
+    return [(word["text"].strip(), *word["timestamp"]) for word in words]
+
+
+def test_words_have_the_times_of_transformers(hearing: Server, client: openai.OpenAI, checkpoint: Path) -> None:
+    before = parse_scrape(httpx.get(hearing.metrics_url).text, "the server")
+    verbose: Any = client.audio.transcriptions.create(
+        model="whisper",
+        file=file_of(SOUND),
+        language="de",
+        temperature=0,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    [segment] = verbose.segments
+    wanted = expected_words(checkpoint, SOUND, segment.tokens)
+    assert len(wanted) > 4
+    assert len({word.end for word in verbose.words}) > 2
+    *before_last, last = [(word.word, pytest.approx(word.start), pytest.approx(word.end)) for word in verbose.words]
+    assert before_last == wanted[:-1]
+    assert last[0].startswith(wanted[-1][0]), "what is left of a character at the end is a part of a word here"
+    grown = Interval(before, parse_scrape(httpx.get(hearing.metrics_url).text, "the server"))
+    assert grown.grown("charonia_tower_aligned_windows_total", "whisper") == 1
 
 
 def test_a_long_sound_is_heard_window_by_window(client: openai.OpenAI) -> None:

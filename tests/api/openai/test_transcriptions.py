@@ -8,14 +8,15 @@ import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, Usage
-from charonia.core.speech import LANGUAGE_NAMES, Speech, Transcript, TranscriptSegment
+from charonia.core.speech import LANGUAGE_NAMES, Speech, Transcript, TranscriptSegment, TranscriptWord
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 FILE = {"file": ("a.wav", b"RIFF")}
 
 
 def segment(start: float, end: float, text: str) -> TranscriptSegment:
-    return TranscriptSegment(start, end, text, (5, 6), 0.2, -0.5, 1.25, 0.125, 27.5 if start > 27 else 0.0)
+    words = tuple(TranscriptWord(f" {word}", start, end) for word in text.split() if word != "-->")
+    return TranscriptSegment(start, end, text, (5, 6), 0.2, -0.5, 1.25, 0.125, 27.5 if start > 27 else 0.0, words)
 
 
 def said(*segments: TranscriptSegment, last: bool = False) -> GenerateChunk:
@@ -94,6 +95,32 @@ async def test_segments_have_what_the_reference_says_of_them(client: httpx.Async
     assert [part["id"] for part in segments] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("granularities", "parts"), [(["word"], {"words"}), (["word", "segment"], {"words", "segments"})]
+)
+async def test_words_come_where_they_are_asked_for(
+    client: httpx.AsyncClient, gateway: Any, granularities: list[str], parts: set[str]
+) -> None:
+    form: Any = {"timestamp_granularities[]": granularities, "response_format": "verbose_json"}
+    body = (await answered(client, gateway, **form)).json()
+    assert body.keys() == {"task", "language", "duration", "text", "usage"} | parts
+    assert [word["word"] for word in body["words"]] == ["So", "it", "goes", "on,", "and", "on", "and", "ends."]
+    assert body["words"][-1] == {"word": "ends.", "start": 28.0, "end": 31.25}
+    assert gateway.asked[0].speech.words
+    assert not (await answered(client, gateway, response_format="verbose_json")).json().keys() & {"words"}
+    assert not gateway.asked[1].speech.words
+
+
+async def test_times_of_words_are_of_whole_transcriptions(client: httpx.AsyncClient) -> None:
+    form = {"timestamp_granularities[]": "word", "response_format": "verbose_json"}
+    for path, more, param in (
+        (TRANSLATIONS, {}, "timestamp_granularities"),
+        (TRANSCRIPTIONS, {"stream": "true"}, "stream"),
+    ):
+        answer = await ask(client, path, **form, **more)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_subtitles(client: httpx.AsyncClient, gateway: Any) -> None:
     answer = await answered(client, gateway, response_format="srt")
     assert answer.text == (
@@ -147,7 +174,7 @@ async def test_a_stream_that_breaks_says_why(client: httpx.AsyncClient, gateway:
         ({"temperature": "nan"}, "temperature", "must be between 0 and 1"),
         ({"response_format": "xml"}, "response_format", "is wrong"),
         ({"response_format": "srt", "stream": "true"}, "stream", "needs a response_format of json or text"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "times of words are not served"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "needs the response_format verbose_json"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "needs the response_format verbose_json"),
         ({"include[]": "logprobs"}, "include", "is not supported yet"),
         ({"chunking_strategy": '{"type": "server_vad"}'}, "chunking_strategy", "is not supported yet"),

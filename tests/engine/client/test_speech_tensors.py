@@ -12,7 +12,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, InferRequest, Usage
 from charonia.core.request_context import RequestContext
-from charonia.core.speech import Speech, Transcript, TranscriptSegment
+from charonia.core.speech import Speech, Transcript, TranscriptSegment, TranscriptWord
 from charonia.core.tensor import Tensor
 from charonia.engine.client.speech_tensors import SpeechLayout
 
@@ -28,7 +28,8 @@ class Model:
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[GenerateChunk, None]:
         self.asked.append(request)
         for start, text in ((0.0, " so"), (30.0, ""), (60.0, " it goes")):
-            part = TranscriptSegment(start, start + 1, text, (), 0.0, 0.0, 1.0, 0.0, start)
+            words = tuple(TranscriptWord(f" {word}", start, start + 0.5) for word in text.split())
+            part = TranscriptSegment(start, start + 1, text, (), 0.0, 0.0, 1.0, 0.0, start, words)
             transcript = Transcript("en", 61.0, (part,) if text else ())
             yield GenerateChunk(text=text, token_ids=(), usage=Usage(1, 1), transcript=transcript)
         yield GenerateChunk(text="", token_ids=(), usage=Usage(1, 1), finish_reason=FinishReason.STOP)
@@ -73,6 +74,20 @@ async def test_base64_parameters_and_segments() -> None:
     assert speech is not None
     assert speech.sound.url == f"data:;base64,{text.decode()}"
     assert (speech.context, speech.timestamps, model.asked[0].sampling.seed) == ("Ada", True, 3)
+
+
+async def test_words_come_where_they_are_named() -> None:
+    model = Model()
+    [answer] = await answers(model, ("text_output", "words"), audio=SOUND)
+    assert answer.keys() == {"text_output", "words"}
+    assert orjson.loads(answer["words"]) == [
+        {"word": "so", "start": 0.0, "end": 0.5},
+        {"word": "it", "start": 60.0, "end": 60.5},
+        {"word": "goes", "start": 60.0, "end": 60.5},
+    ]
+    speech = model.asked[0].speech
+    assert speech is not None
+    assert (speech.timestamps, speech.words, speech.no_speech) == (True, True, False)
 
 
 @pytest.mark.parametrize("language", ["EN", "English", "en"])

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.media import FEATURES, WINDOW_BOUNDS, MediaKind, MediaSource, PreparedMedium
-from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
+from charonia.core.media_models import AlignedWindow, EncodedMedium, MediaFacts, MediaServices
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, Usage
 from charonia.core.request_context import RequestContext
 from charonia.core.sampling import SamplingParams
@@ -36,6 +36,9 @@ class Parts:
 
     facts: Mapping[MediaKind, MediaFacts] = {"audio": MediaFacts("", (), b"")}
 
+    def __init__(self) -> None:
+        self.aligned: list[AlignedWindow] = []
+
     def check(self, media: Any) -> None: ...
 
     async def prepare(self, medium: MediaSource, context: RequestContext) -> PreparedMedium:
@@ -45,7 +48,11 @@ class Parts:
         return PreparedMedium("audio", medium.data, "", {FEATURES: features, WINDOW_BOUNDS: bounds})
 
     async def encode(self, medium: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
-        return EncodedMedium(1, medium.inputs[FEATURES].tobytes(), "float32")
+        return EncodedMedium(100, medium.inputs[FEATURES].tobytes(), "float32")
+
+    async def align(self, window: AlignedWindow, context: RequestContext) -> list[int]:
+        self.aligned.append(window)
+        return [*range(10, 10 + len(window.tokens) - window.prompt)]
 
 
 class Answer(NamedTuple):
@@ -105,6 +112,7 @@ class Hearing(NamedTuple):
     decoder: Decoder
     transcriber: Transcriber
     known: SpeechTokens
+    parts: Parts
 
     async def chunks(
         self, data: bytes = b"a", temperature: float | None = None, timeout: float = 0.0, **speech: Any
@@ -129,7 +137,7 @@ async def hearing(tmp_path: Path) -> Hearing:
     ask: Any = decoder.ask
     room = decoder.check_room
     hearing = Transcriber(ModelMedia(services), known, AsyncTokenizer(tokenizer), LENGTH, ask, room)
-    return Hearing(decoder, hearing, known)
+    return Hearing(decoder, hearing, known, parts)
 
 
 async def test_the_time_of_a_request_may_be_over_before_it_is_heard(
@@ -193,6 +201,24 @@ async def test_a_prompt_has_what_came_before_and_the_work(hearing: Hearing) -> N
     assert heard.rules.timestamps is not None
     assert (heard.rules.timestamps.begin, heard.rules.timestamps.end) == (known.first_time, known.end)
     assert heard.rules.reported
+
+
+async def test_words_have_times_where_they_are_asked_for(hearing: Hearing) -> None:
+    hearing.decoder.answer = lambda window, _: Answer(" so it goes." if window else "")
+    first, second, _ = await hearing.chunks(b"ab", language="en", timestamps=True, words=True)
+    [aligned] = hearing.parts.aligned
+    assert first.transcript is not None, "a window in which nothing was heard is not aligned"
+    assert second.transcript is not None
+    assert (aligned.prompt, aligned.sounding, aligned.encoded.length) == (3, 50, 100)
+    [segment] = second.transcript.segments
+    assert aligned.tokens[3:] == segment.tokens
+    assert "".join(word.text for word in segment.words) == segment.text == " so it goes."
+    assert [word.text for word in segment.words] == [" so", " it", " goes."]
+    assert segment.words[0].start == 1.0
+    assert [word.start for word in segment.words[1:]] == [word.end for word in segment.words[:-1]]
+    assert segment.words[-1].end == 1.0 + 0.02 * (9 + len(segment.tokens))
+    await hearing.chunks(language="en", timestamps=True)
+    assert len(hearing.parts.aligned) == 1
 
 
 async def test_what_makes_no_sense_is_heard_anew_and_warmer(hearing: Hearing) -> None:

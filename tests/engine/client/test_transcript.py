@@ -2,7 +2,8 @@
 
 import pytest
 
-from charonia.engine.client.transcript import HeardWindow, SoundWindow, TimedTokens, segment_of, split_times
+from charonia.engine.client.transcript import HeardWindow, SoundWindow, TimedTokens, segment_of, split_times, words_of
+from charonia.tokenization.speech_words import SpokenWord
 
 FIRST = 100
 """The token that is the time 0."""
@@ -28,6 +29,7 @@ def at(seconds: float) -> int:
 def test_parts_go_from_time_to_time(tokens: list[int], parts: list[tuple[float, float | None, int]]) -> None:
     split = split_times(tokens, FIRST)
     assert [(part.start, part.end, len(part.tokens)) for part in split] == parts
+    assert all(tuple(tokens[part.first : part.first + len(part.tokens)]) == part.tokens for part in split)
     assert [token for part in split for token in part.tokens if token < FIRST] == [
         token for token in tokens if token < FIRST
     ]
@@ -64,3 +66,15 @@ def test_a_segment_lies_within_its_window() -> None:
         segment = segment_of(part, " words", window, heard())
         assert (segment.start, segment.end) == times
         assert (segment.text, segment.tokens, segment.window) == (" words", (5, 6), 27.5)
+
+
+def test_a_word_is_said_until_its_last_token_was_heard() -> None:
+    words = [SpokenWord(" so", 0, 1), SpokenWord(" goes,", 1, 3), SpokenWord(" ", 3, 4), SpokenWord(" on", 4, 5)]
+    timed = words_of(words, [1, 2, 3, 5, 6], [5, 10, 20, 35, 40, 50, 9000], SoundWindow(27.5, 40.0))
+    assert [(word.text, word.start, word.end) for word in timed] == [
+        (" so", 27.6, 27.7),
+        (" goes,", 27.7, 28.2),
+        (" on", 28.5, 40.0),
+    ]
+    [first] = words_of(words[:1], [0], [5], SoundWindow(27.5, 40.0))
+    assert (first.start, first.end) == (27.5, 27.6)
