@@ -11,6 +11,7 @@ from charonia.engine.gpu.graphs import CudaRecorder, Launches
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.device_step_computer import DeviceStepComputer
 from charonia.engine.worker.loaded_rank import LoadedRank
+from charonia.engine.worker.stage_link import StageLink
 from tests.cuda_stand_in import StandInCuda
 
 
@@ -57,7 +58,9 @@ class DeviceAttention(AttentionBackend):
 def compute_on_queue(rank: LoadedRank) -> DeviceStepComputer:
     """Have the steps of a rank computed as on a device, whose queue is worked off at once."""
     before = rank.runner.computer
-    computer = DeviceStepComputer(before.decoder, before.attention, rank.rows, torch.device("cpu"), before.stores)
+    link = rank.context.shard.link
+    link = link if isinstance(link, StageLink) else None
+    computer = DeviceStepComputer(before.decoder, before.attention, rank.rows, torch.device("cpu"), before.stores, link)
     rank.runner.computer = computer
     return computer
 

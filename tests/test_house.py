@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 3_775,
     "media": 1_255,
     "scheduler": 2_360,
-    "engine": 30_460,
+    "engine": 30_640,
     "classic_backends": 8_655,
     "ensembles": 1_200,
     "routing": 250,

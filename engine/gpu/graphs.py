@@ -111,7 +111,8 @@ class StaticStep(NamedTuple):
 class StepGraphs:
     """The graphs of steps, for one thread. `compute(step)` returns the logits [L, vocabulary], and then other outputs
     at each place; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
-    counts steps without a graph, and `failed_captures` is counted, too: each is tried again later."""
+    counts steps without a graph, and `failed_captures` is counted, too: each is tried again later. `agree`: whether all
+    ranks that compute such a step together have captured it, told whether this one has; then `clock` is theirs, too."""
 
     def __init__(
         self,
@@ -120,8 +121,10 @@ class StepGraphs:
         device: torch.device,
         record: Recorder,
         clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._compute = compute
+        self._agree = agree
         self.buckets = buckets
         self._device = device
         self._record = record
@@ -196,16 +199,15 @@ class StepGraphs:
         return True
 
     @torch.inference_mode()
-    def capture_usual(self, progress: Callable[[float], None]) -> None:
-        """Capture the graphs of `GraphBuckets.usual_keys` before any request waits for them. `progress` is called with
-        the fraction that was captured. After a failure the others are left to `capture_one`."""
+    def capture_next_usual(self) -> float:
+        """Capture the next graph of `GraphBuckets.usual_keys`, before a request waits for it; returns the fraction that
+        is captured, 1.0 also where the others are left to `capture_one` after a failure."""
         keys = self.buckets.usual_keys
-        for count, key in enumerate(keys, 1):
-            if key not in self._replays:
-                if not self._may_try(key, self._clock()):
-                    return
-                self._capture(key)
-            progress(count / len(keys))
+        missing = [key for key in keys if key not in self._replays]
+        if not missing or not self._may_try(missing[0], self._clock()):
+            return 1.0
+        self._capture(missing[0])
+        return 1.0 - (len(missing) - 1) / len(keys)
 
     @torch.inference_mode()
     def capture_now(self, places: int, longest: int, most: int = 1) -> None:
@@ -234,10 +236,18 @@ class StepGraphs:
         return all(now >= self._failures[failed].again for failed in (key, None) if failed in self._failures)
 
     def _capture(self, key: GraphKey) -> None:
-        """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are."""
+        """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are. What
+        one of several ranks cannot capture none of them has.
+
+        Raises:
+            Exception: the step of several ranks cannot be computed; the others wait for this one in vain.
+        """
         step = self._padded_step(key)
+        failure: Exception | None = None
+        is_computed = False
         try:
             first = self._compute(step)
+            is_computed = True
             if not self._outputs:
                 lines = self.buckets.lines, *[self.buckets.places] * (len(first) - 1)
                 sizes = ((most, output.shape[1]) for most, output in zip(lines, first, strict=True))
@@ -245,10 +255,17 @@ class StepGraphs:
             out = [whole[: len(output)] for whole, output in zip(self._outputs, first, strict=True)]
             self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
         except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
-            self._count_failure(key, error)
-        else:
+            if self._agree is not None and not is_computed:
+                raise
+            failure = error
+        if self._agree is not None and not self._agree(failure is None) and failure is None:
+            del self._replays[key]
+            failure = RuntimeError("another rank could not capture it")
+        if failure is None:
             self._failures.pop(key, None)
             self._failures.pop(None, None)
+        else:
+            self._count_failure(key, failure)
         self._captured_at = self._clock()
 
     def _count_failure(self, key: GraphKey, error: Exception) -> None:

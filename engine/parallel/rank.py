@@ -199,16 +199,26 @@ def _run(
     join_ranks(command.host, command.port, place.rank, place.layout, device)
     report(messages.RankJoined())
     shard = rank_shard(place.rank, place.layout, config.parallel.layers)
-    loaded = load_rank(config, shard, lambda fraction: report(messages.WeightsProgress(fraction)))
+    clock = _CoreClock()
+    loaded = load_rank(config, shard, lambda fraction: report(messages.WeightsProgress(fraction)), clock=clock)
     wait_for_all_ranks()  # free memory is known when all have taken what they need
     sharing = 1 if loaded.context.device.type == "cuda" else place.local_ranks
     report(messages.RankLoaded(loaded.capacity(sharing)))
     images = _RankDirectory(loaded, place, report)
-    while _execute_command(loaded, images, connection, report):
+    while _execute_command(loaded, images, connection, report, clock):
         pass
     images.close()
     loaded.close()
     leave_ranks()
+
+
+class _CoreClock:
+    """The core's clock at the command that is executed: the same on all ranks."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _RankDirectory:
@@ -251,12 +261,14 @@ def _execute_command(
     directory: _RankDirectory,
     connection: Connection,
     report: Callable[[messages.RankReport], None],
+    clock: _CoreClock,
 ) -> bool:
     """Wait for the next command and execute it; False for `LeaveRanks`."""
     runner = rank.runner
     place = directory.place
     match messages.decode_command(connection.recv_bytes()):
-        case messages.ComputeStep(plan, sampled):
+        case messages.ComputeStep(plan, sampled, now):
+            clock.now = now
             if sampled is not None:
                 runner.store_remote_tokens(*sampled)
             # The core sends masks while the step is computed. With several stages it must not wait until this one
@@ -266,7 +278,11 @@ def _execute_command(
                 masks = partial(np.asarray, masks())
             result = runner.run_step(plan, masks)
             if place.rank == place.layout.result_rank:
-                report(messages.StepComputed(result))
+                report(messages.StepComputed(result, dict(runner.eager_steps), runner.failed_captures))
+        case messages.CaptureGraph(now, usual):
+            clock.now = now
+            share = runner.capture_next_usual() if usual else float(not runner.capture_one())
+            report(messages.GraphsCaptured(share))
         case messages.ProvideMasks():
             raise ValueError("masks without a step that waits for them")
         case messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots):

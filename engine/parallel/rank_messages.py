@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.adapter import Adapter
+from ...core.eager_reason import EagerReason
 from ...core.errors import SentError
 from ...core.metrics import ImageTotals
 from ...kvcache.exchange.directory_tier import DroppedImages
@@ -59,6 +60,15 @@ class ComputeStep(msgspec.Struct, array_like=True, tag=True, frozen=True):
     plan: StepPlan
     sampled: SampledBatch | None = None
     """Tokens of the steps before, which the plan may need."""
+    clock: float = 0.0
+    """The core's, in seconds: ranks capture graphs by it, all at the same step."""
+
+
+class CaptureGraph(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Capture a CUDA graph that is missing, one of the usual ones or any; `GraphsCaptured` answers."""
+
+    clock: float
+    usual: bool
 
 
 class OpenDirectory(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -129,6 +139,7 @@ RankCommand: TypeAlias = (
     JoinRanks
     | AllocateCache
     | ComputeStep
+    | CaptureGraph
     | OpenDirectory
     | FetchImages
     | StoreImages
@@ -175,6 +186,16 @@ class StepComputed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The result of the oldest step that has none yet."""
 
     result: StepResult
+    eager_steps: dict[EagerReason, int] = {}
+    """See `Executor.eager_steps`: all so far."""
+    failed_captures: int = 0
+
+
+class GraphsCaptured(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The fraction of the rank's graphs that a `CaptureGraph` asked for and that are there; 1.0: none is left to
+    capture now."""
+
+    share: float
 
 
 class RankAdapterLoaded(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -228,6 +249,7 @@ RankReport: TypeAlias = (
     | RankLoaded
     | CacheAllocated
     | StepComputed
+    | GraphsCaptured
     | RankAdapterLoaded
     | RankAdapterRefused
     | ImagesFetched

@@ -57,7 +57,11 @@ class RanksExecutor:
         self._taken = [PendingFutures[bytes]() for _ in range(self._layout.world)]
         self.image_layouts: list[ImageLayout] = []
         self._monitor: RankMonitor | None = None
-        self._on_gpu, self._launched_steps = False, 0
+        self._on_gpu = False
+        self._captures = [PendingFutures[float]() for _ in range(self._layout.world)]
+        self._idle_captures: list[Future[float]] = []
+        self.eager_steps: Mapping[EagerReason, int] = {}
+        self.failed_captures = 0
         # By kind and rank: a quick rank may report the next thing before a slow one reports this.
         self._reports: defaultdict[type[messages.RankReport], dict[int, Any]] = defaultdict(dict)
 
@@ -86,6 +90,7 @@ class RanksExecutor:
     def allocate(self, blocks: int, host_blocks: int = 0, snapshots: int = 0, host_snapshots: int = 0) -> None:
         """Allocate every rank's part of the cache, and begin anew."""
         self._sampled.clear()
+        self._idle_captures.clear()
         self._command(messages.AllocateCache(blocks, host_blocks, snapshots, host_snapshots))
         allocated = self._wait_for_all(messages.CacheAllocated)
         self.image_layouts = [allocated[rank].layout for rank in range(self._layout.world)]
@@ -107,13 +112,13 @@ class RanksExecutor:
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Future[StepResult]:
         step = self._pending.add()
         if not step.done():
-            self._launched_steps += self._on_gpu
+            self._idle_captures.clear()
             # For the stages that do not sample: a sequence's next plan follows its last result. More results may come
             # while these are taken.
             results = [self._sampled.popleft() for _ in range(len(self._sampled))]
             has_tokens = any(len(result.rows) for result in results)
             sampled = messages.SampledBatch.from_results(results) if has_tokens else None
-            self._command(messages.ComputeStep(plan, sampled))
+            self._command(messages.ComputeStep(plan, sampled, monotonic()))
             if masks is not None and len(plan.masked):
                 self._command(messages.ProvideMasks(masks()))
         return step
@@ -130,17 +135,26 @@ class RanksExecutor:
         self._adapters.held.discard(digest)
         self._command(messages.UnloadRankAdapter(digest))
 
-    @property
-    def eager_steps(self) -> Mapping[EagerReason, int]:
-        return {EagerReason.NOT_RECORDED: self._launched_steps} if self._launched_steps else {}
-
-    failed_captures = 0
-
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
-        """See `Executor.capture_usual_steps`: ranks record none."""
+        """See `Executor.capture_usual_steps`. Raises the `CharoniaError` of a lost rank."""
+        share = 0.0 if self._on_gpu else 1.0
+        while share < 1.0:
+            share = min(capture.result() for capture in self._capture_graph(usual=True))
+            progress("graphs", share)
 
     def use_idle_time(self) -> None:
-        """See `Executor.use_idle_time`: there is nothing to prepare."""
+        """See `Executor.use_idle_time`: a graph at a time, until a step comes, or none is left."""
+        captures = self._idle_captures
+        if not self._on_gpu or not all(capture.done() for capture in captures):
+            return
+        if captures and all(not capture.exception() and capture.result() == 1.0 for capture in captures):
+            return
+        self._idle_captures = self._capture_graph(usual=False)
+
+    def _capture_graph(self, usual: bool) -> list[Future[float]]:
+        captures = [of_rank.add() for of_rank in self._captures]
+        self._command(messages.CaptureGraph(monotonic(), usual))
+        return captures
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: the loss is that of a rank."""
@@ -161,6 +175,8 @@ class RanksExecutor:
         self._images.forget()
         for taken in self._taken:
             taken.cancel_all()
+        for captures in self._captures:
+            captures.cancel_all()
         self._monitor = None
 
     @property
@@ -202,15 +218,21 @@ class RanksExecutor:
         self._pending.fail_all(error)
         for taken in self._taken:
             taken.fail_all(error)
+        for captures in self._captures:
+            captures.fail_all(error)
         self._lost.set_result(error)
 
     def _take_report(self, rank: int, report: messages.RankReport) -> bool:
         """Called by the monitor's thread of the rank. False: it is one that somebody waits for."""
         match report:
-            case messages.StepComputed(result):
+            case messages.StepComputed(result, eager_steps, failed_captures):
+                self.eager_steps = eager_steps
+                self.failed_captures = failed_captures
                 if self._layout.pipeline > 1:
                     self._sampled.append(result)
                 self._pending.take_oldest().set_result(result)
+            case messages.GraphsCaptured(share):
+                self._captures[rank].take_oldest().set_result(share)
             case messages.RankAdapterLoaded() | messages.RankAdapterRefused():
                 self._adapters.add_report(rank, report)
             case messages.ImagesFetched() | messages.ImagesCounted():

@@ -2,6 +2,8 @@
 launch or as a recorded graph, and nothing is waited for until its tokens are read."""
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import numpy as np
@@ -20,6 +22,7 @@ from ..step_batch import SAMPLING_DTYPE, HostCopy, to_device
 from ..step_states import StepStates
 from .row_states import RowStates, StepInputs
 from .sampler import choose_sampler
+from .stage_link import StageLink
 from .step_computer import NO_STORES, BegunStep, RowStores
 from .step_samples import ChosenTokens, StepLogits, StepSamples, TokenChooser, compute_step_logits
 
@@ -34,10 +37,13 @@ class DeviceStepComputer:
         rows: RowStates,
         device: torch.device,
         stores: RowStores = NO_STORES,
+        link: StageLink | None = None,
     ) -> None:
+        """`link`: to the stages beside this one, where the model has several."""
         self.decoder = decoder
         self.attention = attention
         self.stores = stores
+        self.link = link
         self.graphs: StepGraphs | None = None
         """Recorded steps, made around `compute_static`; the attention must be able to."""
         self.eager_steps: Counter[EagerReason] = Counter()
@@ -54,15 +60,18 @@ class DeviceStepComputer:
         batch = inputs.batch
         stores = self.stores.begin_step(batch, plan)
         states, _ = stores
-        logits = self._replay(inputs, None if states is None else states.states)
-        if logits is None:
+        outputs = self._replay(inputs, None if states is None else states.states)
+        if outputs is not None:
+            logits = self._read_outputs(inputs, outputs)
+        else:
             context = StepContext(batch, self.attention.begin_step(batch), inputs.adapters, *stores)
             logits = compute_step_logits(self.decoder, context, inputs)
         return _QueuedStep(inputs, logits, masks, self._chooser)
 
     @torch.inference_mode()
     def compute_static(self, step: StaticStep) -> list[Tensor]:
-        """The `compute` of `StepGraphs`: logits, and the states that a head goes on from."""
+        """The `compute` of `StepGraphs`: logits, and the states that a head goes on from; of a stage that is not the
+        last one no logits, and the states for the next."""
         batch = self._rows.static_batch(step)
         states = self.stores.states
         recorded = None
@@ -70,9 +79,13 @@ class DeviceStepComputer:
             recorded = states.recorded_step(batch, step.moves)
         context = StepContext(batch, self.attention.begin_step(batch), step.adapters, recorded)
         places = torch.arange(batch.size, device=self._device) if step.logits_at is None else step.logits_at
-        logits = self.decoder.compute_logits(context, (places,))
-        assert logits is not None  # only a whole model's steps are recorded
+        with nullcontext() if self.link is None else self.link.recording():
+            logits = self.decoder.compute_logits(context, (places,))
         assert isinstance(self.decoder, NativeDecoder)
+        if logits is None:
+            sent = None if self.link is None else self.link.take_sent()
+            assert sent is not None, "a stage without logits sends states"
+            return [sent.new_empty(len(places), 0), sent]
         return [next(logits), *self.decoder.kept]
 
     @torch.inference_mode()
@@ -98,26 +111,38 @@ class DeviceStepComputer:
         drawn["temperature"], drawn["top_p"] = 1.0, 0.9
         HostCopy(choose_sampler(self._device)(next(logits), drawn)).read()
 
-    def _replay(self, inputs: StepInputs, states: StepStates | None) -> StepLogits | None:
-        """The logits of a step that is recorded; None: it is to be launched."""
+    def _replay(self, inputs: StepInputs, states: StepStates | None) -> Sequence[Tensor] | None:
+        """The outputs of a step that is recorded, see `compute_static`; None: it is to be launched."""
         batch = inputs.batch
-        wanted = len(inputs.logits_indices)
         if self.graphs is None:
             self.eager_steps[EagerReason.NOT_RECORDED] += 1
             return None
         moved = batch.moved
         by_grid = moved is not None and (moved.grid is not None or moved.ends is not None)
-        prompts = not wanted or (wanted < batch.size and batch.counts.max() > self.graphs.buckets.most)
+        prompts = self._has_prompts(inputs)
         if inputs.scored is not None or batch.embedded is not None or (prompts and by_grid):
             self.eager_steps[EagerReason.PROMPT] += 1
             return None
-        outputs = self.graphs.replay(batch, inputs.adapters, states, inputs.logits_indices if prompts else None)
-        if outputs is None:
-            return None
+        if self.link is not None:
+            self.link.places = batch.size
+        return self.graphs.replay(batch, inputs.adapters, states, inputs.logits_indices if prompts else None)
+
+    def _has_prompts(self, inputs: StepInputs) -> bool:
+        """Whether some row computes more places than one with drafts may have in a graph, or none has logits."""
+        wanted, batch = len(inputs.logits_indices), inputs.batch
+        assert self.graphs is not None
+        return not wanted or (wanted < batch.size and int(batch.counts.max()) > self.graphs.buckets.most)
+
+    def _read_outputs(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> StepLogits | None:
+        """The logits of a replayed step; None: its states were sent to the next stage."""
         logits, *kept = outputs
+        if self.link is not None and not logits.shape[1]:
+            self.link.send(kept[0].clone())  # the next replay writes to it
+            return None
         if kept:
             cast(NativeDecoder, self.decoder).kept = kept
-        if prompts or wanted == batch.size:
+        wanted = len(inputs.logits_indices)
+        if self._has_prompts(inputs) or wanted == inputs.batch.size:
             return StepLogits(logits if wanted else None)
         return StepLogits(logits[inputs.logits_indices])
 

@@ -3,7 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from functools import partial
 
 import msgspec
 import torch
@@ -89,19 +88,16 @@ class InlineExecutor:
 
     @property
     def failed_captures(self) -> int:
-        return sum(graphs.failed_captures for graphs in self.rank.runner.all_graphs)
+        return self.rank.runner.failed_captures
 
     def capture_usual_steps(self, progress: ProgressCallback) -> None:
-        tables = self.rank.runner.all_graphs
-
-        def report(table: int, fraction: float) -> None:
-            progress("graphs", (table + fraction) / len(tables))
-
-        for number, graphs in enumerate(tables):
-            graphs.capture_usual(partial(report, number))
+        share = 0.0
+        while share < 1.0 and self.rank.runner.all_graphs:
+            share = self.rank.runner.capture_next_usual()
+            progress("graphs", share)
 
     def use_idle_time(self) -> None:
-        any(graphs.capture_one() for graphs in self.rank.runner.all_graphs)
+        self.rank.runner.capture_one()
 
     def watch(self, tell: Callable[[CharoniaError], None]) -> None:
         """See `Executor.watch`: there is nothing to watch."""

@@ -5,6 +5,7 @@ Every executor builds its ranks here. Knows nothing of threads, processes, or ho
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ from .rank_adapters import RankAdapters
 from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
+from .stage_link import StageLink
 from .step_computer import RowStores, StepComputer
 from .step_recording import record_steps
 
@@ -97,8 +99,8 @@ class LoadedRank:
         computer = self.runner.computer
         states, encoded = computer.stores
         # A step takes memory beside weights and cache, and adapters may come.
-        if isinstance(computer, DeviceStepComputer) and self.context.shard.is_whole:
-            step_bytes = measure_step_bytes(config, self.context, self.runner, computer)
+        if isinstance(computer, DeviceStepComputer):
+            step_bytes = measure_step_bytes(config, self.context, self.shape, self.runner, computer)
         else:
             step_bytes = estimate_step_bytes(config, self.shape)
         lora_bytes = 0 if config.lora is None else config.lora.max_bytes // config.parallel.world
@@ -144,10 +146,11 @@ def load_rank(
     shard: Shard = WHOLE_MODEL,
     progress: Callable[[float], None] = lambda _: None,
     builder: CheckpointBuilder | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> LoadedRank:
     """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of its bytes
     read; `builder` is the checkpoint's, where it is no directory. A stage's ranks, which all choose tokens, must have
-    equally many of torch's threads.
+    equally many of torch's threads, and a `clock` that says the same at the same command.
 
     Raises:
         CheckpointError: a broken or unsupported checkpoint.
@@ -160,6 +163,10 @@ def load_rank(
     block_size = config.cache.block_size
     context = build_context(config, builder, shard, progress)
     device = context.device
+    link = None
+    if device.type != "cpu" and shard.link is not None:
+        link = StageLink(shard.link)
+        context = context._replace(shard=shard._replace(link=link))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of the thread: kernels, streams and events go by it, not by tensors
     check_products(context)
@@ -191,10 +198,10 @@ def load_rank(
     if device.type == "cpu":
         computer = CpuStepComputer(decoder, attention, rows, stores)
     else:
-        computer = DeviceStepComputer(decoder, attention, rows, device, stores)
+        computer = DeviceStepComputer(decoder, attention, rows, device, stores, link)
         if context.few_rows is not None:
             context.few_rows.choose(graph_timer(CudaRecorder(device), device))
-        record_steps(config, context, computer, draft, CudaRecorder(device))
+        record_steps(config, context, computer, draft, CudaRecorder(device), clock)
     return LoadedRank(config, context, shape, groups, rows, ModelRunner(computer, rows, draft), adapters, served)
 
 

@@ -102,6 +102,23 @@ class ModelRunner:
         """See `EngineTotals.eager_steps`."""
         return sum((graphs.eager_steps for graphs in self.all_graphs), Counter(self.computer.eager_steps))
 
+    @property
+    def failed_captures(self) -> int:
+        return sum(graphs.failed_captures for graphs in self.all_graphs)
+
+    def capture_next_usual(self) -> float:
+        """Capture the next usual graph of the computer's, or of the drafting model's; returns the fraction of theirs
+        that is captured, 1.0 where nothing is left to do."""
+        tables = self.all_graphs
+        for before, graphs in enumerate(tables):
+            if (share := graphs.capture_next_usual()) < 1.0:
+                return (before + share) / len(tables)
+        return 1.0
+
+    def capture_one(self) -> bool:
+        """Capture a missing graph, for an idle engine; False: none is missing, or it is too soon after a failure."""
+        return any(graphs.capture_one() for graphs in self.all_graphs)
+
     @torch.inference_mode()
     def store_remote_tokens(self, rows: IntArray, positions: IntArray, tokens: IntArray) -> None:
         """Keep `tokens` [S], sampled by the last stage, at `positions` [S] of `rows` [S], before the next plan that

@@ -21,11 +21,12 @@ def estimate_step_bytes(config: EngineConfig, shape: DecoderShape) -> int:
 
 
 def measure_step_bytes(
-    config: EngineConfig, context: BuildContext, runner: ModelRunner, computer: DeviceStepComputer
+    config: EngineConfig, context: BuildContext, shape: DecoderShape, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
     """The bytes of a GPU that the worst step of `runner`, which has this `computer`, takes, and that recorded steps
-    keep: the activations of the largest of them, and what comes out, which all share. The step's block and states are
-    not counted, and are freed before this returns; the cache is to be allocated anew."""
+    keep: the activations of the largest of them, and what comes out, which all share. Of a split model the worst step
+    is estimated; its ranks call this together. The step's block and states are not counted, and are freed before this
+    returns; the cache is to be allocated anew."""
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
@@ -35,7 +36,8 @@ def measure_step_bytes(
         computer.compute_worst_step(tokens, scheduler.max_num_seqs, config.most_sampled, adapted)
 
     runner.allocate(1)
-    worst = peak_bytes(device, compute_worst_step)
+    whole = context.shard.is_whole
+    worst = peak_bytes(device, compute_worst_step) if whole else estimate_step_bytes(config, shape)
     peaks = sum(peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
     kept = sum(graphs.bytes for graphs in runner.all_graphs)
     runner.free_cache()

@@ -1,9 +1,13 @@
 """Which steps of a rank are recorded as CUDA graphs."""
 
 import logging
+import time
+from collections.abc import Callable
+
+import torch
 
 from ..attention.backend import AttentionBackend
-from ..checkpoint.build_context import BuildContext
+from ..checkpoint.build_context import BuildContext, TensorGroup
 from ..config import EngineConfig
 from ..gpu import runtime
 from ..gpu.graph_buckets import GraphBuckets
@@ -23,13 +27,13 @@ def record_steps(
     computer: DeviceStepComputer,
     draft: StepDrafter | None,
     record: Recorder,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Have the decode steps of a whole model, its steps with short parts of prompts, and the passes of a model that
-    drafts for it, recorded by `record` if they can be. Rows with drafts have as many places as the attention takes, and
-    adapters are in it where kernels add them."""
-    if config.enforce_eager or not context.shard.is_whole:
-        reason = "enforce_eager" if config.enforce_eager else "the model is split"
-        log.info("steps are computed without CUDA graphs: %s", reason)
+    """Have the decode steps of a rank, its steps with short parts of prompts, and the passes of a model that drafts for
+    it, recorded by `record` if they can be. Rows with drafts have as many places as the attention takes, and adapters
+    are in it where kernels add them. `clock`: with several ranks the same on all of them."""
+    if config.enforce_eager:
+        log.info("steps are computed without CUDA graphs: enforce_eager")
         return
     rows = config.scheduler.max_num_seqs
     adapters = 0
@@ -42,7 +46,12 @@ def record_steps(
         if computer.attention.records_prompts:
             prompts = min(config.graph_prompt_tokens, config.scheduler.max_num_batched_tokens)
         buckets = GraphBuckets.of_limits(rows, context.max_positions, most, adapters, prompts)
-        computer.graphs = StepGraphs(computer.compute_static, buckets, context.device, record)
+        recorder = record
+        if computer.link is not None:
+            computer.link.most_places = buckets.places
+            recorder = computer.link.recorder(record)
+        agree = _agreement(context.shard.group, context.device)
+        computer.graphs = StepGraphs(computer.compute_static, buckets, context.device, recorder, clock, agree)
     else:
         log.info("steps are computed without CUDA graphs: %s", obstacle)
     if not isinstance(draft, DraftModel):
@@ -54,6 +63,18 @@ def record_steps(
         draft.graphs = StepGraphs(draft.compute_static, buckets, context.device, record)
     else:
         log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
+
+
+def _agreement(group: TensorGroup, device: torch.device) -> Callable[[bool], bool] | None:
+    """Whether all ranks of the group say yes; None: there is one."""
+    if group.size == 1:
+        return None
+
+    def agree(own: bool) -> bool:
+        votes = group.all_reduce(torch.tensor([float(own)], device=device))
+        return int(votes.item()) == group.size
+
+    return agree
 
 
 def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:

@@ -513,17 +513,18 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
 def test_usual_steps_are_captured_before_anybody_waits() -> None:
     """Those of short contexts; after a failure the start goes on without the others."""
     graphs, recorder = table(sums, lambda: 0.0)
-    fractions: list[float] = []
-    graphs.capture_usual(fractions.append)
-    assert (recorder.captures, fractions) == (5, [0.2, 0.4, 0.6, 0.8, 1.0])
+    fractions = [graphs.capture_next_usual() for _ in range(5)]
+    assert fractions == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert recorder.captures == 5
     assert {key.context for key in graphs._replays} == {16}
     assert graphs.replay(batch((2, 1, 3), 10)) is not None
     assert not graphs.eager_steps
-    graphs.capture_usual(fractions.append)
+    assert graphs.capture_next_usual() == 1.0
     assert recorder.captures == 5
     graphs.forget()
     recorder.failing = 1
-    graphs.capture_usual(fractions.append)
+    while graphs.capture_next_usual() < 1.0:
+        pass
     assert (graphs.failed_captures, len(graphs._replays), recorder.captures) == (1, 0, 6)
 
 
@@ -539,7 +540,8 @@ def test_steps_with_prompts_have_graphs_too() -> None:
 
     buckets = GraphBuckets((1, 2, 4), (64,), (2, 8), 3, 0, (8, 24))
     graphs = StepGraphs(compute, buckets, CPU, Recorder(), lambda: 0.0)
-    graphs.capture_usual(lambda fraction: None)
+    while graphs.capture_next_usual() < 1.0:
+        pass
     assert [key[2:4] for key in asked[::2] if key.prompts] == [(1, 24), (1, 8), (3, 24), (3, 8)]
     assert [key.prompts for key in asked] == sorted(key.prompts for key in asked)
     for counts, places in (((1, 17, 1), (0, 17, 18)), ((5,), ()), ((2, 1, 4), (0, 1, 6))):

@@ -23,7 +23,9 @@ from charonia.engine.parallel.rank_layout import RankLayout
 from charonia.engine.parallel.rank_messages import (
     AllocateCache,
     CacheAllocated,
+    CaptureGraph,
     ComputeStep,
+    GraphsCaptured,
     JoinRanks,
     LeaveRanks,
     LoadRankAdapter,
@@ -239,13 +241,72 @@ def test_several_steps_are_on_their_way_and_return_in_order(loaded: Stage) -> No
     assert steps[2].result().tokens.tolist() == [100, 101]
 
 
-def test_all_steps_of_ranks_on_gpus_are_launched(staged: Callable[..., Stage]) -> None:
+@pytest.fixture
+def on_gpus(staged: Callable[..., Stage]) -> Stage:
     stage = staged()
     stage.load(*[RankLoaded(PLAIN.capacity._replace(on_gpu=True))] * 2)
-    assert not stage.executor.eager_steps
-    for step in range(3):
-        stage.executor.execute(plan(step, 0, 1))
-    assert stage.executor.eager_steps == {EagerReason.NOT_RECORDED: 3}
+    return stage
+
+
+def test_a_rank_tells_which_steps_it_launched(on_gpus: Stage) -> None:
+    steps = [on_gpus.executor.execute(plan(step, 0, 1)) for step in range(2)]
+    counts = {EagerReason.NOT_CAPTURED: 1}
+    told = [StepComputed(result(step, 0, 1).result, counts, failed) for step, failed in ((0, 0), (1, 3))]
+    on_gpus.ranks[0].report(*told)
+    assert [step.result(60).step for step in steps] == [0, 1]
+    assert on_gpus.executor.eager_steps == counts
+    assert on_gpus.executor.failed_captures == 3
+
+
+def test_plans_bring_the_clock_by_which_graphs_are_captured(on_gpus: Stage) -> None:
+    """The same to all ranks, and later with each."""
+    for step in range(2):
+        on_gpus.executor.execute(plan(step, 0, 1))
+    clocks = []
+    for rank in on_gpus.ranks:
+        commands = [rank.receive(), rank.receive()]
+        clocks.append([command.clock for command in commands if isinstance(command, ComputeStep)])
+    assert clocks[0] == clocks[1]
+    assert clocks[0][0] < clocks[0][1]
+
+
+def test_a_start_has_graphs_captured_until_no_rank_has_any_left(on_gpus: Stage) -> None:
+    shares: list[float] = []
+    start = Thread(target=on_gpus.executor.capture_usual_steps, args=(lambda phase, share: shares.append(share),))
+    start.start()
+    for answers in ((0.5, 0.5), (1.0, 0.75), (1.0, 1.0)):
+        for rank, share in zip(on_gpus.ranks, answers, strict=True):
+            command = rank.receive()
+            assert isinstance(command, CaptureGraph)
+            assert command.usual
+            rank.report(GraphsCaptured(share))
+    start.join()
+    assert shares == [0.5, 0.75, 1.0]
+
+
+def test_an_idle_executor_has_one_graph_captured_at_a_time(on_gpus: Stage) -> None:
+    """Until none is left, or a step came in between."""
+    executor, ranks = on_gpus.executor, on_gpus.ranks
+    for share, asked in ((0.0, True), (1.0, True), (1.0, False)):
+        executor.use_idle_time()
+        executor.use_idle_time()
+        for rank in ranks:
+            assert rank.connection.poll(1.0 if asked else 0.0) == asked
+            if asked:
+                assert isinstance(rank.receive(), CaptureGraph)
+                rank.report(GraphsCaptured(share))
+        for capture in executor._idle_captures:
+            capture.result(60)
+    executor.execute(plan(0, 0, 1))
+    executor.use_idle_time()
+    for rank in ranks:
+        assert [type(rank.receive()) for _ in range(2)] == [ComputeStep, CaptureGraph]
+
+
+def test_ranks_without_gpus_capture_nothing(loaded: Stage) -> None:
+    loaded.executor.capture_usual_steps(lambda phase, share: pytest.fail("there is nothing to capture"))
+    loaded.executor.use_idle_time()
+    assert not any(rank.connection.poll() for rank in loaded.ranks)
 
 
 def test_a_plan_that_no_connection_holds_waits_for_the_ranks(loaded: Stage) -> None:
