@@ -22,6 +22,9 @@ ALIGNED_TOKENS, ALIGNED_SPANS, ALIGNED_ROWS = "aligned_tokens", "aligned_spans",
 window how many tokens are its prompt, how many it has, and how many rows are sound [windows, 3]; and the encoder's rows
 as bytes [windows, bytes]."""
 
+EMBEDS = "image_embeds"
+"""The one input of an image that was encoded elsewhere: its rows [rows, width]; of bfloat16 the bits, as uint16."""
+
 
 def plural_nouns(kinds: Iterable[MediaKind]) -> str:
     """What messages call several of these kinds."""
@@ -55,6 +58,10 @@ class MediaSource(msgspec.Struct, frozen=True):
     """Its place in the request, for errors, such as `messages[0].content[1].image_url`."""
     offset: int = 0
     """Characters of the message's text that come before it."""
+    encoded: bool = False
+    """Whether the file has the rows that an encoder elsewhere made of it, and not the medium."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """The patches of such rows by time, height and width, if the request says so; zeros otherwise."""
 
 
 class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):

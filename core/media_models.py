@@ -132,6 +132,11 @@ class MediaFacts(msgspec.Struct, array_like=True, frozen=True):
     """The tokens of a placeholder that belong to the medium; the first one stands where its embeddings go."""
     settings: bytes
     """SHA-256 of what decides, beside a medium's file, on the result."""
+    row_text: tuple[str, str, str] | None = None
+    """What a placeholder of any number of rows is made of: a beginning, a text for each row, and an end; None: there
+    are other texts between."""
+    gridded: bool = False
+    """Whether its places have positions in three dimensions."""
 
 
 class MediaPreparer(Protocol):

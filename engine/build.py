@@ -1,6 +1,7 @@
 """Our own engine as a backend: builds a language model, and says what one needs before it loads. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
 from .checkpoint.media_support import attends_to_encoder, media_kinds, sees_both_ways, writes_sounds_down
+from .checkpoint.model_spec import CheckpointError
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
 from .client.infer import OWN_LAYOUT
 from .client.llm import LlmModel
-from .client.model_media import ModelMedia
+from .client.model_media import ModelMedia, RowShape
 from .client.speech_tensors import SpeechLayout
 from .client.tokenizer_bundle import TokenizerBundle
 from .config import EngineConfig, LoraConfig
@@ -60,7 +62,14 @@ def language_model(
 
 def model_media(config: EngineConfig, media: MediaServices | None) -> ModelMedia | None:
     """What reads the media of a model's prompts; None of a model that takes none."""
-    return None if media is None else ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)))
+    if media is None:
+        return None
+    rows = None
+    if "image" in media.kinds:
+        with suppress(CheckpointError):  # which its load tells
+            spec = open_checkpoint(config.model).spec
+            rows = RowShape(spec.hidden_size, spec.deepstack)
+    return ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)), rows=rows)
 
 
 def granted_config(

@@ -52,10 +52,14 @@ class _KindPart(NamedTuple):
     processor: "MediumProcessor"
     decode: Callable[[bytes], Any]
     """Reads a file. Raises `InvalidArgument`."""
+    row_text: tuple[str, str, str] | None = None
+    gridded: bool = False
+    """As of `MediaFacts`."""
 
     @property
     def facts(self) -> MediaFacts:
-        return MediaFacts(self.processor.token, self.processor.token_ids, self.processor.settings)
+        processor = self.processor
+        return MediaFacts(processor.token, processor.token_ids, processor.settings, self.row_text, self.gridded)
 
 
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[MediaKind, ...] = ("image",)) -> Answer:
@@ -103,7 +107,8 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     from .image_file import decode_image
     from .processor import ImageProcessor
 
-    return _KindPart(ImageProcessor(checkpoint), lambda data: decode_image(data, limits))
+    processor = ImageProcessor(checkpoint)
+    return _KindPart(processor, lambda data: decode_image(data, limits), processor.row_text(), processor.gridded)
 
 
 def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:

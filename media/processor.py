@@ -18,6 +18,9 @@ from ..core.errors import InvalidArgument
 from ..core.regular_files import read_regular
 
 _MAX_CONFIG_BYTES = 8 << 20
+_GRIDS = "image_grid_thw"
+_SAMPLE_SIDE = 64
+"""Pixels of an image that no processor makes one row of places of."""
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor, the first one first."""
 
@@ -65,7 +68,18 @@ class ImageProcessor:
         self.token_ids = tuple(number for number in processor.image_token_ids if number is not None)
         settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
+        self.gridded = _GRIDS in processor.image_processor.model_input_names
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
+
+    def row_text(self) -> tuple[str, str, str] | None:
+        """As of `MediaFacts`, by the placeholder of an image that is made for it."""
+        from PIL import Image
+
+        row = str(self._processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
+        text = self.process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE))).placeholder
+        rows = row * text.count(row)
+        begin, between, end = text.partition(rows) if rows else (text, "", "")
+        return (begin, row, end) if between else None
 
     def process(self, image: Any) -> ProcessedMedium:
         """The result for an image of pillow's, in RGB. Raises `InvalidArgument` for one that the processor refuses."""
@@ -91,9 +105,9 @@ class ImageProcessor:
 
 
 def _grid(inputs: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
-    if "image_grid_thw" not in inputs:
+    if _GRIDS not in inputs:
         return (0, 0, 0)
-    time, height, width = inputs["image_grid_thw"][0].tolist()
+    time, height, width = inputs[_GRIDS][0].tolist()
     return (time, height, width)
 
 

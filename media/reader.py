@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from ..core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
-from ..core.media import MediaKind, MediaSource, PreparedMedium, plural_nouns
+from ..core.media import EMBEDS, MediaKind, MediaSource, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..core.metrics import Reading
 from ..core.request_context import RequestContext
+from .encoded_file import grid_of_places, read_rows
 from .limits import MediaLimits
 from .prepared_cache import PreparedCache
 from .preparing_worker import PreparingWorker
@@ -132,13 +133,20 @@ class MediaReader:
         self.waiting += 1
         try:
             data = await self._files.read(medium)
-            parts = (self.facts[medium.kind].settings, len(salt).to_bytes(4, "little"), salt, data)
+            settings = self.facts[medium.kind].settings
+            if medium.encoded:
+                settings += repr(medium.grid).encode()
+            parts = (settings, len(salt).to_bytes(4, "little"), salt, data)
             digest = await asyncio.to_thread(_hash, parts) if len(data) > _LARGE else _hash(parts)
         finally:
             self.waiting -= 1
         prepared = self._cache.get(digest)
         if prepared is not None:
             self._outcomes["cached"] += 1
+        elif medium.encoded:
+            prepared = await asyncio.to_thread(_encoded_medium, medium, self.facts[medium.kind], digest, data)
+            self._outcomes["prepared"] += 1
+            self._cache.put(prepared)
         else:
             prepared = await self._share(digest, medium, data)
         if medium.uuid:
@@ -269,6 +277,22 @@ class MediaReader:
             self._end(self._idle.pop())
         self._files.close()
         self._cache.clear()
+
+
+def _encoded_medium(source: MediaSource, facts: MediaFacts, digest: bytes, data: bytes) -> PreparedMedium:
+    """What was encoded elsewhere, as it stands in a prompt. Raises `InvalidArgument` by the source's field."""
+    try:
+        rows, grid = read_rows(data)
+        grid = source.grid if any(source.grid) else grid
+        if any(grid):
+            grid = grid_of_places(grid, len(rows))
+        elif facts.gridded:
+            raise InvalidArgument("it needs image_grid_thw, for places of this model's images have three positions")
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{source.field}: {error.message}", field=source.field) from error
+    begin, row, end = facts.row_text or ("", "", "")
+    placeholder = begin + row * len(rows) + end
+    return PreparedMedium(source.kind, digest, placeholder, {EMBEDS: rows}, grid if facts.gridded else (0, 0, 0))
 
 
 def _hash(parts: Sequence[bytes]) -> bytes:

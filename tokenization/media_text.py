@@ -19,7 +19,7 @@ class MediaText(NamedTuple):
     tokens: Mapping[MediaKind, str]
     """The text that a chat template has for a medium of each kind."""
     placeholders: tuple[tuple[MediaKind, str], ...]
-    """What comes in its place, one for each medium, in order."""
+    """What comes in its place, one for each medium, in order; empty where the prompt itself has it."""
     adds_special: bool = False
     """Whether a rendered chat gets what the tokenizer adds to a text, unless it begins with that: processors of images
     add it, and templates that are made for them may count on it."""
@@ -67,14 +67,19 @@ def check_texts(conversation: Conversation, media: MediaText) -> None:
 
 def expand_media(text: str, media: MediaText, field: str) -> str:
     """The text of a prompt with the placeholders in place of tokens. Raises `InvalidArgument` by `field` unless it has
-    one token for each medium."""
+    one token for each medium, where these have any."""
     if not media.placeholders:
         return text
     left: dict[str, Iterator[str]] = {}
     for kind, token in media.tokens.items():
         own = [placeholder for of_kind, placeholder in media.placeholders if of_kind == kind]
+        if own and not any(own):
+            continue
+        if not all(own):
+            message = f"{plural_nouns((kind,))} that come as rows can't stand beside others in prompts of this model"
+            raise InvalidArgument(f"{field}: {message}", field=field)
         if (places := text.count(token)) != len(own):
             message = f"the prompt has {places} places {token} for {len(own)} {plural_nouns((kind,))}"
             raise InvalidArgument(f"{field}: {message}", field=field)
         left[token] = iter(own)
-    return re.sub("|".join(map(re.escape, left)), lambda match: next(left[match[0]]), text)
+    return re.sub("|".join(map(re.escape, left)), lambda match: next(left[match[0]]), text) if left else text

@@ -33,6 +33,19 @@ class _ImagePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     uuid: str | None = None
 
 
+class _Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    image_embeds: str
+    image_grid_thw: list[int] | None = None
+
+
+class _RowsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's part for what an encoder elsewhere made of an image: a file of safetensors or `.npy`, in base64."""
+
+    type: str
+    image_embeds: str | _Rows | None = None
+    uuid: str | None = None
+
+
 class _SoundFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: str
     format: str = ""
@@ -53,7 +66,9 @@ class _SoundPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 _IMAGE_SHAPE = shape_of(_ImagePart, {"image_url": shape_of(_ImageUrl)})
 _SOUND_SHAPE = shape_of(_SoundPart, {"input_audio": shape_of(_SoundFile), "audio_url": shape_of(_SoundUrl)})
+_ROWS_SHAPE = shape_of(_RowsPart, {"image_embeds": shape_of(_Rows)})
 MEDIA_SHAPES: Mapping[str, Shape] = {
+    "image_embeds": _ROWS_SHAPE,
     "image_url": _IMAGE_SHAPE,
     "input_image": _IMAGE_SHAPE,
     "input_audio": _SOUND_SHAPE,
@@ -65,7 +80,8 @@ MEDIA_SHAPES: Mapping[str, Shape] = {
 def read_medium(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
     """The medium of the part at `where`, behind `offset` characters of the text. Raises `InvalidArgument` for one that
     says nothing of where it is."""
-    read = _read_sound if MEDIA_SHAPES[part["type"]] is _SOUND_SHAPE else _read_image
+    shape = MEDIA_SHAPES[part["type"]]
+    read = _read_sound if shape is _SOUND_SHAPE else _read_rows if shape is _ROWS_SHAPE else _read_image
     medium = read(where, part, offset)
     if len(medium.uuid) > _LONGEST_UUID:
         raise field_error(f"{where}.uuid", f"may have at most {_LONGEST_UUID} characters")
@@ -78,6 +94,22 @@ def _read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource
     if not (url or image.uuid):
         raise field_error(f"{where}.image_url", "must be a URL, or an object with one")
     return MediaSource("image", url=url, uuid=image.uuid or "", field=f"{where}.image_url", offset=offset)
+
+
+def _read_rows(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
+    given = convert_fields(part, _RowsPart, where)
+    field = f"{where}.image_embeds"
+    rows = given.image_embeds or ""
+    rows = _Rows(image_embeds=rows) if isinstance(rows, str) else rows
+    if not (rows.image_embeds or given.uuid):
+        raise field_error(field, "must be a file of safetensors or .npy in base64, or an object with one")
+    grid = rows.image_grid_thw
+    if grid is not None and (len(grid) != 3 or min(grid) < 1):
+        raise field_error(f"{field}.image_grid_thw", "must be three positive whole numbers")
+    time, height, width = grid or (0, 0, 0)
+    url = f"data:;base64,{rows.image_embeds}" if rows.image_embeds else ""
+    uuid = given.uuid or ""
+    return MediaSource("image", b"", url, uuid, field, offset, bool(url), (time, height, width))
 
 
 def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:

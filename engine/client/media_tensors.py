@@ -1,19 +1,22 @@
 """Images and sounds among the tensors of a v2 request, which become media of its prompt.
 
 A model that sees has `image`, whose elements are files, base64 of files or URLs, and `image_pixels`, which holds images
-of one size as they are; one that hears has `audio`, as `image`.
+of one size as they are; one that hears has `audio`, as `image`. What another model has made of images comes as
+`image_embeds`, with `image_grid_thw` where it is of several, or places have positions in three dimensions.
 """
 
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from math import prod
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from ...core.errors import InvalidArgument
-from ...core.media import MediaKind, MediaSource
+from ...core.media import EMBEDS, MediaKind, MediaSource
 from ...core.model import ModelConfig
 from ...core.tensor import Tensor, TensorSpec
 
@@ -26,7 +29,10 @@ MEDIA_INPUTS: Mapping[MediaKind, tuple[TensorSpec, ...]] = {
     "audio": (TensorSpec("audio", "BYTES", (-1,), optional=True),),
 }
 """By kind, in the order of their media in a text that has no places for them. Files come by the kind's name."""
-MEDIA_NAMES = frozenset(spec.name for specs in MEDIA_INPUTS.values() for spec in specs)
+_ROWS = {EMBEDS: ("FP32", "F32"), f"{EMBEDS}_fp16": ("FP16", "F16"), f"{EMBEDS}_bf16": ("BF16", "BF16")}
+"""By input for rows that were encoded elsewhere, its datatype, and what safetensors call it."""
+_GRIDS = TensorSpec("image_grid_thw", "INT64", (-1, 3), optional=True)
+MEDIA_NAMES = frozenset(spec.name for specs in MEDIA_INPUTS.values() for spec in specs) | {*_ROWS, _GRIDS.name}
 
 _MOST = 1024
 """Media that are looked at; how many a prompt may have, the model's own limit says."""
@@ -34,14 +40,18 @@ _URLS = ("data:", "http:", "https:", "file:")
 _TIFF_HEADER = 128
 
 
-def with_media(config: ModelConfig, kinds: frozenset[MediaKind], transcribes: bool) -> ModelConfig:
+def with_media(config: ModelConfig, kinds: frozenset[MediaKind], transcribes: bool, row_width: int = 0) -> ModelConfig:
     """The config of a language model with its media and the inputs for them; its layout may have some already, or all,
-    of one that does nothing else than to write down sounds."""
+    of one that does nothing else than to write down sounds. `row_width`: numbers of a row of an image that was encoded
+    elsewhere; 0: none is taken."""
     config = replace(config, media=kinds, transcribes=transcribes)
     if transcribes:
         return config
     names = {spec.name for spec in config.inputs}
-    own = (spec for kind, specs in MEDIA_INPUTS.items() if kind in config.media for spec in specs)
+    own = [spec for kind, specs in MEDIA_INPUTS.items() if kind in config.media for spec in specs]
+    if row_width:
+        own += [TensorSpec(name, datatype, (-1, row_width), optional=True) for name, (datatype, _) in _ROWS.items()]
+        own.append(_GRIDS)
     return replace(config, inputs=(*config.inputs, *(spec for spec in own if spec.name not in names)))
 
 
@@ -68,6 +78,39 @@ def _media(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
             raise InvalidArgument(f"{_PIXELS} has images without pixels: {list(pixels.shape)}", field=_PIXELS)
         for index, image in enumerate(pixels):
             yield MediaSource("image", data=_tiff(image), field=f"{_PIXELS}[{index}]")
+    yield from _encoded_images(inputs)
+
+
+def _encoded_images(inputs: Mapping[str, Tensor]) -> Iterator[MediaSource]:
+    """A file of safetensors for each image whose rows are there: as many of them as its part of all patches."""
+    names = [name for name in _ROWS if name in inputs]
+    if len(names) != 1:
+        if names or _GRIDS.name in inputs:
+            field = (names or [_GRIDS.name])[0]
+            raise InvalidArgument(f"{field}: rows of images come in one of {', '.join(_ROWS)}", field=field)
+        return
+    [name] = names
+    rows = inputs[name].data.reshape(inputs[name].shape)
+    if _GRIDS.name not in inputs:
+        yield MediaSource("image", _safetensors(rows, _ROWS[name][1]), field=name, encoded=True)
+        return
+    grids = [(time, height, width) for time, height, width in inputs[_GRIDS.name].data.reshape(-1, 3).tolist()]
+    patches = [prod(grid) if min(grid) >= 1 else 0 for grid in grids]
+    counts = [len(rows) * own // (sum(patches) or 1) for own in patches]
+    if not (len(grids) <= _MOST and all(counts)) or sum(counts) != len(rows):
+        message = f"{_GRIDS.name} does not part the {len(rows)} rows of {name} among {len(grids)} images"
+        raise InvalidArgument(message, field=_GRIDS.name)
+    begin = 0
+    for index, (grid, count) in enumerate(zip(grids, counts, strict=True)):
+        part = _safetensors(rows[begin : begin + count], _ROWS[name][1])
+        yield MediaSource("image", part, field=f"{name} of image {index}", encoded=True, grid=grid)
+        begin += count
+
+
+def _safetensors(rows: NDArray[np.generic], dtype: str) -> bytes:
+    header = {EMBEDS: {"dtype": dtype, "shape": rows.shape, "data_offsets": [0, rows.nbytes]}}
+    head = orjson.dumps(header)
+    return struct.pack("<Q", len(head)) + head + rows.tobytes()
 
 
 def file_source(kind: MediaKind, content: bytes, field: str) -> MediaSource:

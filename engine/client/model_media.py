@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ...core.backends import OnProgress
 from ...core.errors import InvalidArgument, Unsupported
 from ...core.media import (
+    EMBEDS,
     FEATURES,
     SOURCE,
     WINDOW_BOUNDS,
@@ -41,6 +42,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_GRID = (0, 0, 0)
+
+
+_DTYPES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
+"""Of rows that were encoded elsewhere: numpy's dtype -> torch's."""
+
+
+class RowShape(NamedTuple):
+    """The rows of a language model's places."""
+
+    hidden: int
+    layers: int = 0
+    """How many of its first layers take more of an image."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row that was encoded elsewhere: what stands in the prompt, then what each of these layers
+        takes."""
+        return self.hidden * (1 + self.layers)
+
+    def encoded(self, medium: PreparedMedium, field: str) -> EncodedMedium:
+        """The rows of a medium that was encoded elsewhere. Raises `InvalidArgument` by `field` for another width."""
+        given = medium.inputs[EMBEDS]
+        length, width = given.shape
+        if width != self.width:
+            message = f"its rows have {width} numbers, and this model's have {self.width}"
+            raise InvalidArgument(f"{field}: {message}", field=field)
+        parts = given.reshape(length, 1 + self.layers, self.hidden).swapaxes(0, 1)
+        return EncodedMedium(length, parts[0].tobytes(), _DTYPES[given.dtype.name], parts[1:].tobytes())
 
 
 class PromptMedia(NamedTuple):
@@ -111,12 +140,18 @@ class PromptMedia(NamedTuple):
 
 class ModelMedia:
     """The media of a model's prompts, from its load to its unload. Without `services` it takes none. `bidirectional`:
-    the places of an image see one another. `plain`: of a model whose prompts with media go to another process."""
+    the places of an image see one another. `plain`: of a model whose prompts with media go to another process. `rows`:
+    those of its images, if some that were encoded elsewhere are taken."""
 
     def __init__(
-        self, services: MediaServices | None = None, bidirectional: bool = False, plain: PromptMedia | None = None
+        self,
+        services: MediaServices | None = None,
+        bidirectional: bool = False,
+        plain: PromptMedia | None = None,
+        rows: RowShape | None = None,
     ) -> None:
         self._services = services
+        self._rows = rows
         self._bidirectional = bidirectional
         self.plain = plain
         """What a prompt without media has, once they are loaded; None of a model without a token that stands for
@@ -126,6 +161,11 @@ class ModelMedia:
     def kinds(self) -> frozenset[MediaKind]:
         """The kinds that prompts may have."""
         return frozenset() if self._services is None else frozenset(self._services.kinds)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row of an image that was encoded elsewhere; 0 where none is taken."""
+        return 0 if self._rows is None or "image" not in self.kinds else self._rows.width
 
     @property
     def transcribes(self) -> bool:
@@ -185,8 +225,18 @@ class ModelMedia:
         if not media or plain is None or services is None or services.preparer is None:
             return plain
         prepared = await self._prepare(services.preparer, media, context)
-        encoded = await _all([services.encoder.encode(medium, context, salt) for medium in prepared])
+        works = [self._encode(*both, context, salt) for both in zip(media, prepared, strict=True)]
+        encoded = await _all(works)
         return PromptMedia(_text_of(services.preparer, prepared), plain.tokens, prepared, encoded, self._bidirectional)
+
+    async def _encode(
+        self, source: MediaSource, prepared: PreparedMedium, context: RequestContext, salt: str
+    ) -> EncodedMedium:
+        if EMBEDS not in prepared.inputs:
+            return await self.encode(prepared, context, salt)
+        if self._rows is None:
+            raise InvalidArgument(f"{source.field}: this model takes none", field=source.field)
+        return self._rows.encoded(prepared, source.field)
 
     async def prepare_sound(
         self, sound: MediaSource, context: RequestContext

@@ -4,6 +4,7 @@ own processor, whole and streamed, and a second turn computes neither the images
 import base64
 import io
 import json
+import queue
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -13,23 +14,30 @@ from typing import Any
 import anthropic
 import httpx
 import numpy as np
+import onnx
 import openai
 import pytest
+import safetensors.numpy
 import torch
+import tritonclient.grpc
 import tritonclient.http
+from onnx import helper
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from charonia.classic_backends.vision.vision_files import read_vision_files
+from charonia.classic_backends.vision.vision_modules import VisionTower
 from charonia.core.media import MediaSource
 from charonia.core.request import ChatMessage, Conversation
 from charonia.media.processor import ImageProcessor
 from charonia.telemetry.scrape import Interval, parse_scrape
 from charonia.tokenization.media_text import MediaText
 from charonia.tokenization.tokenizer import Tokenizer
+from tests.onnx_models import write_model as write_onnx
 from tests.quantised_files import STYLES, write_quantised
 from tests.seeing_models import MODELS, picture, write_seeing
 
-from .models import write_model
+from .models import write_config, write_model
 from .serving import Server, serving
 
 NAME = "qwen3-vl"
@@ -96,9 +104,58 @@ def serve_one(folder: Path, name: str, checkpoint: Path, *flags: str) -> Abstrac
     return serving(folder / "t", "--model-repository", str(folder / "models"), *flags)
 
 
+LOOK = f"""
+platform: "ensemble"
+input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
+        {{ name: "pixels" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }},
+        {{ name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }} ]
+output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }} ]
+ensemble_scheduling {{ step [
+  {{ model_name: "eye" model_version: -1
+    input_map {{ key: "pixels" value: "pixels" }}
+    output_map {{ key: "rows" value: "rows" }} output_map {{ key: "grid" value: "grid" }} }},
+  {{ model_name: "{NAME}" model_version: -1
+    input_map {{ key: "text_input" value: "text_input" }} input_map {{ key: "stream" value: "stream" }}
+    input_map {{ key: "image_embeds" value: "rows" }} input_map {{ key: "image_grid_thw" value: "grid" }}
+    output_map {{ key: "text_output" value: "text_output" }} }}
+] }}
+"""
+"""Whose first step makes the rows that the model takes."""
+EYE = """
+backend: "onnxruntime"
+input { name: "pixels" data_type: TYPE_UINT8 dims: [ -1, -1, 3 ] }
+output { name: "rows" data_type: TYPE_FP32 dims: [ -1, 192 ] }
+output { name: "grid" data_type: TYPE_INT64 dims: [ 1, 3 ] }
+"""
+VIEW = picture(16, 8, 3)
+"""Of which the eye makes eight rows."""
+
+
+def write_eye(repository: Path) -> None:
+    """An encoder on the classic path: 48 numbers in the order of the picture become a row of the model's."""
+    float_, byte, whole = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8, onnx.TensorProto.INT64
+    nodes = [
+        helper.make_node("Cast", ["pixels"], ["floats"], to=float_),
+        helper.make_node("Reshape", ["floats", "shape"], ["patches"]),
+        helper.make_node("MatMul", ["patches", "weights"], ["rows"]),
+        helper.make_node("Identity", ["places"], ["grid"]),
+    ]
+    weights = {
+        "shape": np.array([-1, 48]),
+        "weights": np.random.default_rng(1).standard_normal((48, 192), np.float32) / 2000,
+        "places": np.array([[1, 4, 8]]),
+    }
+    outputs = {"rows": (float_, ("n", 192)), "grid": (whole, (1, 3))}
+    file = write_config(repository, "eye", EYE) / "model.onnx"
+    write_onnx(file, nodes, {"pixels": (byte, ("height", "width", 3))}, outputs, weights)
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Iterator[Server]:
-    with serve_one(tmp_path_factory.mktemp("s"), NAME, checkpoints[NAME]) as running:
+    folder = tmp_path_factory.mktemp("s")
+    write_eye(folder / "models")
+    write_config(folder / "models", "look", LOOK)
+    with serve_one(folder, NAME, checkpoints[NAME]) as running:
         yield running
         assert running.stop() == 0, running.said
 
@@ -271,6 +328,99 @@ def test_tensors_are_seen_as_parts_of_a_chat_are(seeing: Server) -> None:
     assert "2 places" in refused.json()["error"]
     broken = httpx.post(f"{model}/generate", json={**asked, "image": ["AAAA", files[1]]}, timeout=60)
     assert (broken.status_code, broken.json()["error"][:8]) == (400, "image[0]")
+
+
+@pytest.fixture(scope="module")
+def rows(checkpoints: dict[str, Path]) -> list[tuple[Any, Any]]:
+    """What the model's own tower makes of the pictures, with what its first layers take beside it, and their grids."""
+    processor = ImageProcessor(checkpoints[NAME])
+    inputs = [processor.process(Image.fromarray(pixels)).inputs for pixels in IMAGES]
+    made = VisionTower(read_vision_files(checkpoints[NAME], "auto"), "cpu", together=False).encode(inputs)
+    whole = [torch.cat((medium.rows, *medium.deepstack), 1).numpy() for medium in made]
+    return [*zip(whole, (each["image_grid_thw"] for each in inputs), strict=True)]
+
+
+def base64_of(write: Callable[[Any, Any], None], values: Any) -> str:
+    file = io.BytesIO()
+    write(file, values)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_rows_of_an_encoder_elsewhere_are_seen_as_pictures_are(seeing: Server, rows: list[tuple[Any, Any]]) -> None:
+    """In chats as a file of numpy's or of safetensors, as tensors of several images; no pickle is read."""
+    expected = said(seeing, NAME).choices[0].message.content
+    (first, first_grid), (second, second_grid) = rows
+    saved = base64.b64encode(safetensors.numpy.save({"image_embeds": second, "image_grid_thw": second_grid})).decode()
+    given = {"image_embeds": base64_of(np.save, first), "image_grid_thw": first_grid[0].tolist()}
+    parts = [{"type": "image_embeds", "image_embeds": given}, {"type": "image_embeds", "image_embeds": saved}]
+    what, _, beside, _, end = CHAT[0]["content"]
+    chat = [{"role": "user", "content": [what, parts[0], beside, parts[1], end]}]
+    assert said(seeing, NAME, chat).choices[0].message.content == expected
+    again = said(seeing, NAME, chat)
+    assert again.usage.prompt_tokens_details.cached_tokens >= again.usage.prompt_tokens // 16 * 16
+    values = {
+        "image_embeds": np.concatenate((first, second)),
+        "image_grid_thw": np.concatenate((first_grid, second_grid)),
+    }
+    inputs = [tritonclient.http.InferInput("text_input", [1], "BYTES").set_data_from_numpy(np.array([TEXT], object))]
+    for name, datatype in (("image_embeds", "FP32"), ("image_grid_thw", "INT64")):
+        tensor = tritonclient.http.InferInput(name, [*values[name].shape], datatype)
+        inputs.append(tensor.set_data_from_numpy(values[name]))
+    with closing(tritonclient.http.InferenceServerClient(seeing.url.removeprefix("http://"))) as client:
+        result = client.infer(NAME, inputs, parameters=PARAMETERS)
+    assert result.as_numpy("text_output")[0].decode() == expected
+    for part, complaint in (
+        (base64_of(lambda file, tensor: torch.save(tensor, file), torch.tensor(first)), "it is a pickle"),
+        (base64_of(np.save, first), "it needs image_grid_thw"),
+        ({"image_embeds": base64_of(np.save, first[:, :64]), "image_grid_thw": first_grid[0].tolist()}, "have 192"),
+    ):
+        one = [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": part}]}]
+        with pytest.raises(openai.BadRequestError, match=rf"messages\[0\].content\[0\].image_embeds.*{complaint}"):
+            said(seeing, NAME, one)
+
+
+def test_an_ensembles_step_encodes(seeing: Server) -> None:
+    """A picture goes through an encoder on the classic path into the model, whose text comes in pieces by both
+    protocols."""
+    text = f"What is {TOKEN}?"
+    asked = {"text_input": text, "pixels": VIEW.ravel().tolist(), "stream": True, **PARAMETERS}
+    with httpx.stream("POST", f"{seeing.url}/v2/models/look/generate_stream", json=asked, timeout=60) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    pieces = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines]
+    assert len(pieces) > 1, lines
+    inputs: list[Any] = []
+    for name, datatype, value in (
+        ("text_input", "BYTES", np.array([text.encode()], object)),
+        ("pixels", "UINT8", VIEW),
+        ("stream", "BOOL", np.array([True])),
+    ):
+        inputs.append(tritonclient.grpc.InferInput(name, [*value.shape], datatype))
+        inputs[-1].set_data_from_numpy(value)
+    results: queue.Queue[Any] = queue.Queue()
+    with closing(tritonclient.grpc.InferenceServerClient(seeing.grpc_address)) as client:
+        client.start_stream(lambda result, error: results.put(error or result))
+        client.async_stream_infer("look", inputs, parameters=PARAMETERS)
+        client.stop_stream()
+    streamed = [results.get_nowait().as_numpy("text_output")[0].decode() for _ in range(results.qsize())]
+    assert "".join(streamed) == "".join(pieces)
+    view = httpx.post(f"{seeing.url}/v2/models/eye/infer", json=_v2(pixels=("UINT8", VIEW)), timeout=60).json()
+    made = {output["name"]: np.array(output["data"]).reshape(output["shape"]) for output in view["outputs"]}
+    direct = {"text_input": text, "image_embeds": made["rows"].ravel().tolist(), "image_grid_thw": [1, 4, 8]}
+    whole = httpx.post(f"{seeing.url}/v2/models/{NAME}/generate", json={**direct, **PARAMETERS}, timeout=60)
+    assert whole.json().get("text_output") == "".join(pieces), whole.text
+    narrow = {**direct, "image_embeds": made["rows"][:, :64].ravel().tolist()}
+    assert httpx.post(f"{seeing.url}/v2/models/{NAME}/generate", json=narrow, timeout=60).status_code == 400
+    unlike = httpx.post(f"{seeing.url}/v2/models/look/generate", json={**asked, "text_input": 3 * TOKEN}, timeout=60)
+    assert (unlike.status_code, "3 places" in unlike.text) == (400, True), unlike.text
+
+
+def _v2(**inputs: tuple[str, Any]) -> dict[str, Any]:
+    return {
+        "inputs": [
+            {"name": name, "datatype": datatype, "shape": value.shape, "data": value.ravel().tolist()}
+            for name, (datatype, value) in inputs.items()
+        ]
+    }
 
 
 @pytest.mark.proof

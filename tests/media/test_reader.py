@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+import safetensors.numpy
 
 from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
 from charonia.core.media import MediaSource, PreparedMedium
@@ -82,6 +83,37 @@ async def test_a_uuid_stands_for_what_came_with_it(reader: MediaReader) -> None:
     for tenant, uuid in (("a", "v"), ("b", "u")):
         with pytest.raises(InvalidArgument, match=f"there is no image with uuid '{uuid}' here") as refusal:
             await reader.prepare(source(uuid=uuid), context(tenant))
+        assert refusal.value.field == FIELD
+
+
+def rows_file(count: int, seed: int = 0, **others: Any) -> bytes:
+    rows = np.random.default_rng(seed).standard_normal((count, 4), np.float32)
+    return safetensors.numpy.save({"image_embeds": rows} | others)
+
+
+async def test_what_was_encoded_elsewhere_has_places_as_an_image_has(reader: MediaReader) -> None:
+    assert (reader.facts["image"].row_text, reader.facts["image"].gridded) == (("", "<|image_pad|>", ""), True)
+    grid = {"image_grid_thw": np.array([[1, 4, 6]])}
+    sent = await reader.prepare(source(rows_file(6, **grid), encoded=True, uuid="rows"), context("a"))
+    assert (sent.placeholder, sent.grid, [*sent.inputs]) == ("<|image_pad|>" * 6, (1, 2, 3), ["image_embeds"])
+    assert sent.inputs["image_embeds"].shape == (6, 4)
+    again = await reader.prepare(source(rows_file(6, **grid), encoded=True), context("a"))
+    assert again is sent is await reader.prepare(source(uuid="rows"), context("a"))
+    turned = await reader.prepare(source(rows_file(6, **grid), encoded=True, grid=(1, 6, 4)), context("a"))
+    assert turned.grid == (1, 3, 2)
+    others = [
+        await reader.prepare(source(rows_file(6, seed, **grid), encoded=True), context(tenant))
+        for seed, tenant in ((1, "a"), (0, "b"))
+    ]
+    assert len({medium.digest for medium in (sent, turned, *others)}) == 4
+    reader._cache.check_integrity()
+    for data, complaint in (
+        (rows_file(6), "it needs image_grid_thw"),
+        (rows_file(5, **grid), "does not lead to its 5 rows"),
+        (b"PK", "it is a pickle"),
+    ):
+        with pytest.raises(InvalidArgument, match=complaint) as refusal:
+            await reader.prepare(source(data, encoded=True), context())
         assert refusal.value.field == FIELD
 
 

@@ -144,3 +144,11 @@ def test_a_model_that_sees_gets_what_its_processor_adds(template: str, begins: i
 def test_the_media_of_a_prompt() -> None:
     assert [medium.offset for medium in prompt_media(TWO)] == [0, 5]
     assert prompt_media("text") == prompt_media((1, 2)) == ()
+
+
+def test_a_text_that_has_the_places_itself_is_left_as_it_is() -> None:
+    written = MediaText({"image": "<img>"}, (("image", ""), ("image", "")))
+    assert expand_media("<img><img>|<img>", written, "prompt") == "<img><img>|<img>"
+    mixed = MediaText({"image": "<img>"}, (("image", ""), ("image", "(1)")))
+    with pytest.raises(InvalidArgument, match="prompt: images that come as rows can't stand beside others"):
+        expand_media("<img><img>", mixed, "prompt")

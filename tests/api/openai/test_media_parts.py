@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
@@ -45,6 +46,12 @@ PART = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
         (PART | {"uuid": "u"}, image("messages[0].content[1].image_url", 4, uuid="u")),
         ({"type": "image_url", "image_url": None, "uuid": "u"},
          image("messages[0].content[1].image_url", 4, "", "u")),
+        ({"type": "image_embeds", "image_embeds": DATA, "uuid": "u"},
+         replace(image("messages[0].content[1].image_embeds", 4, f"data:;base64,{DATA}", "u"), encoded=True)),
+        ({"type": "image_embeds", "image_embeds": {"image_embeds": DATA, "image_grid_thw": [1, 4, 6]}},
+         replace(image("messages[0].content[1].image_embeds", 4, f"data:;base64,{DATA}"), encoded=True,
+                 grid=(1, 4, 6))),
+        ({"type": "image_embeds", "uuid": "u"}, image("messages[0].content[1].image_embeds", 4, "", "u")),
         ({"type": "input_image", "image_url": URL, "detail": "auto"}, image("messages[0].content[1].image_url", 4)),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import OWN_LAYOUT, parse_infer_request
 from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, with_media
 from charonia.engine.vllm.build import VLLM_LAYOUT
+from charonia.media.encoded_file import read_rows
 from charonia.media.image_file import decode_image
 from charonia.media.limits import MediaLimits
 from charonia.tokenization.media_text import MediaText, text_with_places
@@ -69,6 +70,41 @@ def test_what_is_no_image_is_named(values: dict[str, Any], complaint: str) -> No
         parse_infer_request(InferRequest(inputs=inputs), OWN_LAYOUT)
 
 
+ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "datatype"), [("image_embeds", "FP32"), ("image_embeds_fp16", "FP16"), ("image_embeds_bf16", "BF16")]
+)
+def test_rows_are_parted_among_images(name: str, datatype: str) -> None:
+    rows = ROWS.view(np.uint32) >> 16 if datatype == "BF16" else ROWS
+    tensor = Tensor.from_values(name, datatype, rows)
+    [alone] = read_media({name: tensor})
+    assert (alone.encoded, alone.grid, alone.field) == (True, (0, 0, 0), name)
+    grids = Tensor.from_values("image_grid_thw", "INT64", [[1, 4, 6], [1, 2, 4]])
+    images = read_media({name: tensor, "image_grid_thw": grids})
+    assert [(image.grid, image.field) for image in images] == [
+        ((1, 4, 6), f"{name} of image 0"),
+        ((1, 2, 4), f"{name} of image 1"),
+    ]
+    parts = [read_rows(image.data).rows for image in images]
+    assert [len(part) for part in parts] == [6, 2]
+    assert np.array_equal(np.concatenate(parts), tensor.data)
+    assert np.array_equal(read_rows(alone.data).rows, tensor.data)
+
+
+@pytest.mark.parametrize("grids", [[[1, 4, 6]] * 9, [[1, 4, 6], [1, 0, 4]], [[1, 1, 1], [1, 1, 2]], [[-1, -4, 6]], []])
+def test_a_grid_that_parts_no_rows_is_named(grids: list[list[int]]) -> None:
+    tensor = Tensor.from_values("image_grid_thw", "INT64", np.array(grids, np.int64).reshape(-1, 3))
+    rows = Tensor.from_values("image_embeds", "FP32", ROWS)
+    with pytest.raises(InvalidArgument, match="image_grid_thw does not part the 8 rows of image_embeds among"):
+        read_media({"image_embeds": rows, "image_grid_thw": tensor})
+    halves = Tensor.from_values("image_embeds_fp16", "FP16", ROWS)
+    for inputs in ({"image_grid_thw": tensor}, {"image_embeds": rows, "image_embeds_fp16": halves}):
+        with pytest.raises(InvalidArgument, match="rows of images come in one of image_embeds, image_embeds_fp16"):
+            read_media(inputs)
+
+
 @pytest.mark.parametrize("layout", [OWN_LAYOUT, VLLM_LAYOUT])
 def test_they_belong_to_the_prompt(layout: Any) -> None:
     inputs = tensors(text_input=np.array([b"?"], object), image=np.array([b"\x89"], object))
@@ -78,6 +114,13 @@ def test_they_belong_to_the_prompt(layout: Any) -> None:
     names = [spec.name for spec in with_media(config, frozenset({"image"}), False).inputs]
     assert {*names} >= {spec.name for spec in MEDIA_INPUTS["image"]}
     assert len({*names}) == len(names)
+    rows = with_media(config, frozenset({"image"}), False, 192).inputs[-4:]
+    assert [(spec.name, spec.datatype, spec.dims) for spec in rows] == [
+        ("image_embeds", "FP32", (-1, 192)),
+        ("image_embeds_fp16", "FP16", (-1, 192)),
+        ("image_embeds_bf16", "BF16", (-1, 192)),
+        ("image_grid_thw", "INT64", (-1, 3)),
+    ]
     hears = with_media(replace(config, inputs=()), frozenset({"audio"}), False)
     assert ([spec.name for spec in hears.inputs], hears.media) == (["audio"], {"audio"})
     assert with_media(config, frozenset({"audio"}), True).inputs == layout.inputs

@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.media import EMBEDS, MediaKind, MediaSource, PreparedMedium
 from charonia.core.media import SOURCE as TEXT_INPUT
-from charonia.core.media import MediaKind, MediaSource, PreparedMedium
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
 from charonia.core.metrics import Reading
 from charonia.core.model import MemoryNeed, ReservedMemory
 from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
-from charonia.engine.client.model_media import ModelMedia, PromptMedia
+from charonia.engine.client.model_media import ModelMedia, PromptMedia, RowShape
 from charonia.engine.core.messages import AddRequest
 from charonia.scheduler.plan import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
@@ -131,6 +131,29 @@ async def test_a_model_reads_the_media_of_its_prompts() -> None:
     parts.full = True
     with pytest.raises(QueueFull):
         await media.read(CHAT, RequestContext("chat"), "")
+
+
+async def test_rows_that_were_encoded_elsewhere_pass_the_encoder_by() -> None:
+    class Given(_Parts):
+        async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+            numbers = np.arange(12, dtype=np.float16).reshape(2, 6)
+            return PreparedMedium("image", b"a", "<i><i>", {EMBEDS: numbers}, (1, 1, 2))
+
+    parts = Given()
+    media = ModelMedia(MediaServices(parts, parts), rows=RowShape(HIDDEN, layers=2))
+    await media.load("m", ignore)
+    assert media.row_width == 6
+    read = await media.read(CHAT, RequestContext("chat"), "")
+    [span] = placed(read, [TOKEN, TOKEN]).spec.embedded
+    assert (span.dtype, span.grid) == ("float16", (1, 1, 2))
+    assert np.frombuffer(span.rows, np.float16).tolist() == [0, 1, 6, 7]
+    assert np.frombuffer(span.deepstack, np.float16).tolist() == [2, 3, 8, 9, 4, 5, 10, 11]
+    for rows, complaint in ((RowShape(4), "its rows have 6 numbers, and this model's have 4"), (None, "takes none")):
+        other = ModelMedia(MediaServices(parts, parts), rows=rows)
+        await other.load("m", ignore)
+        with pytest.raises(InvalidArgument, match=complaint) as refusal:
+            await other.read(CHAT, RequestContext("chat"), "")
+        assert refusal.value.field == SOURCE.field
 
 
 async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,100 @@
+"""What an encoder elsewhere made of an image, in a file: safetensors, or numpy's `.npy` of numbers alone. Nothing is
+unpickled."""
+
+import io
+import tokenize
+from math import isqrt, prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from ..core.errors import InvalidArgument
+from ..core.media import EMBEDS
+from ..core.native_calls import NativeCall
+
+Grid: TypeAlias = tuple[int, int, int]
+
+_GRIDS = "image_grid_thw"
+_PICKLES = (b"PK", b"\x80")
+"""How files of `torch.save`, new and old, and of `numpy.savez` begin."""
+_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_WHOLE = {"I32": np.int32, "I64": np.int64}
+_INFINITE = 0x7F80
+"""The bits of bfloat16's exponent, which infinity and what is no number alone have all."""
+_LARGEST_SIDE = 1 << 20
+
+
+class GivenRows(NamedTuple):
+    rows: NDArray[Any]
+    """[rows, width] in float32, float16, or the bits of bfloat16 as uint16."""
+    grid: Grid = (0, 0, 0)
+    """Its patches by time, height and width, if the file says so."""
+
+
+def read_rows(data: bytes) -> GivenRows:
+    """The rows of one image. Raises `InvalidArgument` for a pickle, another format or dtype, a file that is broken, and
+    for numbers that are not finite."""
+    long_header = int.from_bytes(data[:8], "little") > len(data)  # of safetensors, whose first bytes may be a pickle's
+    if long_header and data.startswith(_PICKLES):
+        raise InvalidArgument("it is a pickle (as torch.save writes), which is never read: send safetensors or .npy")
+    given = _read_npy(data) if data.startswith(npy.MAGIC_PREFIX) else _read_safetensors(data)
+    rows = given.rows.reshape(given.rows.shape[1:]) if given.rows.ndim == 3 and len(given.rows) == 1 else given.rows
+    if rows.ndim != 2 or not rows.size:
+        raise InvalidArgument(f"it must be [rows, width], got {list(given.rows.shape)}")
+    finite = np.isfinite(rows) if rows.dtype != np.uint16 else (rows & _INFINITE) != _INFINITE
+    if not finite.all():
+        raise InvalidArgument(f"row {int(np.argmin(finite.all(1)))} has numbers that are not finite")
+    return given._replace(rows=np.ascontiguousarray(rows))
+
+
+def grid_of_places(grid: Grid, rows: int) -> Grid:
+    """The grid of an image's places: its patches [time, height, width] joined to squares, so that `rows` are left.
+    Raises `InvalidArgument` if none can be."""
+    time, height, width = grid
+    if min(grid) >= 1 and max(grid) < _LARGEST_SIDE:
+        side = isqrt(prod(grid) // rows)
+        if side and side * side * rows == prod(grid) and not (height % side or width % side):
+            return time, height // side, width // side
+    raise InvalidArgument(f"{_GRIDS} {list(grid)} does not lead to its {rows} rows")
+
+
+def _read_npy(data: bytes) -> GivenRows:
+    file = io.BytesIO(data)
+    try:
+        read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+    except (ValueError, TypeError, SyntaxError, RecursionError, tokenize.TokenError) as error:
+        raise InvalidArgument(f"it is no .npy that is read: {error}") from error
+    if dtype.str not in ("<f4", "<f2"):
+        raise InvalidArgument(f"its dtype must be float32 or float16, got {dtype}")
+    if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != len(data) - file.tell():
+        raise InvalidArgument(f"its data are not those of {dtype} {list(shape)}")
+    values = np.frombuffer(data, dtype, offset=file.tell())
+    return GivenRows(values.reshape(shape, order="F" if by_columns else "C"))
+
+
+def _read_safetensors(data: bytes) -> GivenRows:
+    import safetensors
+
+    deserialize: Any = safetensors.deserialize  # which has no types
+    try:
+        with NativeCall("the library failed"):
+            tensors = dict(deserialize(data))
+    except safetensors.SafetensorError as error:
+        raise InvalidArgument(f"it is neither safetensors nor .npy: {error}") from error
+    grids = tensors.pop(_GRIDS, None)
+    given = tensors.get(EMBEDS) or next(iter(tensors.values()), None)
+    if given is None or len(tensors) > 1:
+        names = ", ".join(sorted(tensors)[:3])
+        raise InvalidArgument(f"it must have one tensor, {EMBEDS}, and may have {_GRIDS}; it has {names or 'none'}")
+    if given["dtype"] not in _FLOATS:
+        raise InvalidArgument(f"its dtype must be one of {', '.join(_FLOATS)}, got {given['dtype']}")
+    rows = np.frombuffer(given["data"], _FLOATS[given["dtype"]]).reshape(given["shape"])
+    if grids is None:
+        return GivenRows(rows)
+    if grids["dtype"] not in _WHOLE or prod(grids["shape"]) != 3:
+        raise InvalidArgument(f"{_GRIDS} must be three whole numbers, got {grids['dtype']} {grids['shape']}")
+    time, height, width = np.frombuffer(grids["data"], _WHOLE[grids["dtype"]]).tolist()
+    return GivenRows(rows, (time, height, width))
