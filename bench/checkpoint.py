@@ -84,6 +84,8 @@ LFM2_ONE_BILLION: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True,
     "block_ffn_dim_multiplier": 1.0,
     "block_multiple_of": 256,
+    "block_dim": 2048,
+    "conv_dim": 2048,
     "conv_L_cache": 3,
     "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
     "vocab_size": 65536,

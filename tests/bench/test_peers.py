@@ -12,9 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from charonia.bench import peers
+from charonia.bench.checkpoint import SHAPES
 from charonia.bench.engine_speed import prompts
 from charonia.bench.gguf_export import (
     GgufModelShape,
@@ -121,6 +123,28 @@ def test_a_missing_field_is_named(making: ModuleType, tmp_path: Path) -> None:
     del config["hidden_size"]
     with pytest.raises(UnsupportedCheckpoint, match=r"config\.json has no 'hidden_size'"):
         GgufModelShape.of(config)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_vllm_loads_first_what_its_manual_asks_for(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    if there:
+        openmp.parent.mkdir()
+        openmp.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(peers, "find_library", {"tcmalloc_minimal": "libtcmalloc.so"}.get if there else {}.get)
+    monkeypatch.setenv("LD_PRELOAD", "libown.so")
+    environment = peers._vllm_environment(PeerSetup("", "bf16", 1, 48, 32, 1, "cpu", str(tmp_path)))
+    assert environment["LD_PRELOAD"] == (f"{openmp}:libtcmalloc.so:libown.so" if there else "libown.so")
+    assert len(environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")) == 1, "as many cores as threads"
+
+
+def test_lfm2_has_the_published_fields_that_vllm_reads() -> None:
+    """transformers goes without them, vLLM ends at its start: `'Lfm2Config' object has no attribute 'conv_dim'`."""
+    config = AutoConfig.for_model(**SHAPES["lfm2-1.2b"])
+    assert (config.conv_dim, config.block_dim) == (config.hidden_size, config.hidden_size)
 
 
 @pytest.mark.parametrize(
