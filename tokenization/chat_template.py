@@ -19,6 +19,8 @@ from ..core.request import ChatMessage, Conversation, Tool, ToolCall
 from .checkpoint_files import read_json
 from .gguf_file import GgufFile, read_gguf
 from .media_text import MediaText, check_texts, message_parts, text_with_tokens
+from .mistral_template import mistral_template
+from .tekken_file import TEKKEN_FILE, read_tekken_file
 from .template_sandbox import MAX_PYTHON, TemplateSandbox, metered
 from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkMeter
 
@@ -236,7 +238,7 @@ def read_template(template: str) -> str:
 def find_templates(directory: Path) -> dict[str, str]:
     """The sources of a checkpoint's chat templates by name: "default" and, if conversations with tools have their own,
     "tool_use". Template files come first, then tokenizer_config.json, then chat_template.json; a GGUF file has them in
-    its metadata. Raises `InvalidArgument` for a wrong one."""
+    its metadata, and a tekken.json means one. Raises `InvalidArgument` for a wrong one."""
     if directory.is_file():
         return _gguf_templates(read_gguf(directory))
     files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
@@ -257,6 +259,10 @@ def find_templates(directory: Path) -> dict[str, str]:
                 sources[name] = read_text(directory / file)
             except (OSError, ValueError) as error:
                 raise InvalidArgument(f"{directory / file} cannot be read: {error}") from error
+    if not sources and (directory / TEKKEN_FILE).is_file() and not (directory / "tokenizer.json").is_file():
+        tekken = read_tekken_file(directory)
+        if source := mistral_template(tekken.config.version, tekken.special):
+            sources = {DEFAULT: source}
     return {name: sources[name] for name in _FILES if name in sources}
 
 

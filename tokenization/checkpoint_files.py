@@ -16,9 +16,11 @@ _MOST_ELEMENTS = 400_000
 """The limits of a JSON file that describes a model, since reading holds the GIL. The largest published
 tokenizer_config.json has 51,000 members."""
 
-SMALL_FILES = ("*.json", "*.jinja")
+SMALL_FILES = ("*.json", "*.jinja", "merges.txt")
 
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+_MISTRALS_WEIGHTS = "consolidated*.safetensors"
+"""The weights once more, in Mistral's own form, beside transformers'."""
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.I)
 """GGUF files beside a model: projectors of images, and matrices that guided quantisation."""
 
@@ -102,7 +104,8 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
 
     name, _, revision = hub_id.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+        patterns = {"allow_patterns": list(files), "ignore_patterns": [_MISTRALS_WEIGHTS]}
+        return Path(snapshot_download(name, revision=revision or None, **patterns))
     except (OSError, ValueError) as error:
         raise NotFound(
             f"{hub_id!r} is neither a directory nor a model that the hub would give (if it is one, hf download {name} "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from ..core.errors import InvalidArgument
-from .gguf_tokenizer import published_patterns
+from .byte_level_bpe import published_patterns
 
 MAX_GROWTH = 64
 """The most characters that a bounded tokenizer makes of one. Unicode's compatibility forms make 18."""

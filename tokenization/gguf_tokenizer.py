@@ -8,9 +8,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from ..core.errors import InvalidArgument
+from .byte_level_bpe import WORD_RULES, build_byte_level
 from .gguf_file import GgufFile
 
 log = logging.getLogger(__name__)
@@ -25,53 +26,6 @@ _ROLES |= {"padding": "pad_token", "cls": "cls_token", "mask": "mask_token"}
 _MOST_CHARACTERS = 1 << 23
 """The most characters of a SentencePiece vocabulary: each place in each piece may be where it was merged."""
 _SPACE = "\u2581"
-
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-def _cases(suffix: str) -> str:
-    """A pattern of words whose capitals come first, each with the optional `suffix`."""
-    first = r"[^\r\n\p{L}\p{N}]?"
-    return f"{first}{_UPPER}*{_LOWER}+{suffix}|{first}{_UPPER}+{_LOWER}*{suffix}"
-
-
-class WordRule(NamedTuple):
-    """How text becomes words before byte-level BPE."""
-
-    patterns: tuple[str, ...] = ()
-    """Each splits what the patterns before it left."""
-    gpt2: bool = False
-    """GPT-2's own pattern splits last."""
-    composed: bool = False
-    """Characters are composed first (NFC)."""
-    whole: bool = False
-    """A word in the vocabulary is one token, whatever the merges."""
-    begins: bool = False
-    """A text begins with bos, unless the file says otherwise."""
-
-
-_LLAMA3 = WordRule((rf"{_SUFFIXES}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",))
-_QWEN2 = WordRule((rf"{_SUFFIXES}|{_LETTERS}|\p{{N}}|{_REST}",), composed=True)
-_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_RULES: Mapping[str, WordRule] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "mellum"), WordRule(gpt2=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), WordRule((r"\p{N}",), gpt2=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3._replace(whole=True, begins=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2._replace(composed=False),
-    "deepseek-coder": WordRule(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "tekken": WordRule((rf"{_cases('')}|\p{{N}}|{_SLASHES}",), whole=True, begins=True),
-    "gpt-4o": WordRule((rf"{_cases(f'{_SUFFIXES}?')}|\p{{N}}{{1,3}}|{_SLASHES}",)),
-}
-"""The rule of each tokenizer.ggml.pre, from the tokenizer.json of checkpoints with that name."""
-
-
-def published_patterns() -> frozenset[str]:
-    return frozenset(pattern for rule in _RULES.values() for pattern in rule.patterns)
 
 
 class _Vocabulary(NamedTuple):
@@ -139,20 +93,13 @@ def _named_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
 def _byte_level(vocabulary: _Vocabulary, special_tokens: Mapping[str, str]) -> tuple[Tokenizer, bool]:
     file = vocabulary.file
     name = file.text("tokenizer.ggml.pre", "")
-    rule = _RULES.get(name)
+    rule = WORD_RULES.get(name)
     if rule is None:
-        problem = f"its pre-tokenizer {name!r} is not supported (supported: {', '.join(_RULES)})"
+        problem = f"its pre-tokenizer {name!r} is not supported (supported: {', '.join(WORD_RULES)})"
         raise file.error(
             f"{problem if name else 'it does not name its pre-tokenizer'}; --tokenizer names another checkpoint"
         )
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, _merges(file), ignore_merges=rule.whole))
-    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.gpt2)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
-    if rule.composed:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, rule.begins
+    return build_byte_level(vocabulary.ids, _merges(file), rule), rule.begins
 
 
 def _merges(file: GgufFile) -> list[tuple[str, str]]:

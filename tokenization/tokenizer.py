@@ -18,6 +18,7 @@ from ..core.native_calls import NativeCall
 from ..core.request import Conversation, Prompt, TextWithMedia
 from ..core.token_limit import TokenLimit
 from .bounded_encoder import BoundedEncoder
+from .byte_level_bpe import LETTER_BYTES
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template
 from .media_text import MediaText, expand_media, text_with_places
 from .speech_words import SpokenWord, split_words
@@ -26,11 +27,6 @@ from .tokenizer_json import read_tokenizer
 _HALF = "\ufffd"
 _FAILED = "the tokenizer failed"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
-"""The letters of byte-level vocabularies and their bytes: printable bytes are Latin-1, all others are letters from 256
-on."""
 
 
 def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
@@ -71,7 +67,7 @@ def _letters(name: str) -> bytes:
     """The bytes of an entry with a letter for each byte; an added token may be spelt otherwise and stands for
     itself."""
     try:
-        return bytes([_BYTES[letter] for letter in name])
+        return bytes([LETTER_BYTES[letter] for letter in name])
     except KeyError:
         return name.encode()
 

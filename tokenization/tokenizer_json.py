@@ -1,9 +1,11 @@
-"""Reads tokenizer.json, with the special tokens that a checkpoint's other files declare, as transformers would."""
+"""Reads tokenizer.json, or what stands in its place, with the special tokens that a checkpoint's other files declare,
+as transformers would."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
@@ -11,13 +13,16 @@ from ..core.errors import Internal, InvalidArgument, NotFound, shorten
 from ..core.native_calls import NativeCall
 from ..core.regular_files import count_bytes, read_regular
 from .bounded_encoder import BoundedEncoder, EncodedText, EncoderInput
+from .byte_level_bpe import WORD_RULES, build_byte_level
 from .checkpoint_files import read_json, refuse_lfs_pointer
 from .gguf_file import read_gguf
 from .gguf_tokenizer import read_gguf_tokenizer
+from .tekken_file import TEKKEN_FILE, read_tekken
 
 _LARGEST_FILE, _MOST_ENTRIES, _MOST_ADDED = 1 << 26, 700_000, 1 << 14
 """The limits of a tokenizer.json: bytes, tokens or merges, and added tokens. The largest published has 33 MB, 262,144
 tokens and 515,000 merges, and 6,400 added tokens."""
+_QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _ADDED_TOKEN = b'"single_word"'
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -28,27 +33,65 @@ def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A checkpoint's tokenizer, and its special tokens by role, such as `bos_token`. Raises `NotFound` if there is no
-    tokenizer.json, `InvalidArgument` if a file cannot be read."""
+    """A checkpoint's tokenizer, and its special tokens by role, such as `bos_token`: of its tokenizer.json, or of what
+    stands in its place. Raises `NotFound` if there is neither, `InvalidArgument` if a file cannot be read."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise NotFound(f"{directory} has no tokenizer.json, the only tokenizer format supported")
-    refuse_lfs_pointer(path)
-    try:
-        _check_size(path)
-        with NativeCall("the library failed"):
-            tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise InvalidArgument(f"{path} cannot be read: {error}") from error
+    read = _read_file(path) if path.is_file() else None
     config = read_json(directory / "tokenizer_config.json")
-    special_tokens = read_special_tokens(directory)
+    tokenizer, usual = (read, {}) if read is not None else _read_other(directory, config)
+    special_tokens = usual | read_special_tokens(directory)
     where = directory / "tokenizer_config.json"
     try:
         with NativeCall("the library failed"):
             _add_declared_tokens(tokenizer, config, special_tokens, f"{where}: ")
     except (TypeError, ValueError, OverflowError, Internal) as error:
         raise InvalidArgument(f"{where}: its added tokens cannot be read: {error}") from error
+    if read is None:
+        _check_numbers(tokenizer, config, f"{where}: added_tokens_decoder")
     return tokenizer, special_tokens
+
+
+def _read_file(path: Path) -> Tokenizer:
+    refuse_lfs_pointer(path)
+    try:
+        _check_size(path)
+        with NativeCall("the library failed"):
+            return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidArgument(f"{path} cannot be read: {error}") from error
+
+
+def _read_other(directory: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a directory without tokenizer.json, without the tokens that other files add."""
+    if (directory / TEKKEN_FILE).is_file():
+        return read_tekken(directory)
+    if config.get("tokenizer_class") in _QWEN_CLASSES and (directory / "vocab.json").is_file():
+        return _read_qwen(directory), {}
+    others = f"{TEKKEN_FILE}, and vocab.json with merges.txt of {_QWEN_CLASSES[0]}"
+    raise NotFound(f"{directory} has no tokenizer.json; of others {others} are read")
+
+
+def _read_qwen(directory: Path) -> Tokenizer:
+    """The tokenizer that Qwen's vocab.json and merges.txt mean, without its added tokens."""
+    try:
+        ids = msgspec.json.decode(read_regular(directory / "vocab.json", _LARGEST_FILE), type=dict[str, int])
+        lines = read_regular(directory / "merges.txt", _LARGEST_FILE).decode().split("\n")
+        merges = [(first, second) for first, space, second in (line.partition(" ") for line in lines) if space]
+        merges = merges[1:] if lines[0].startswith("#version") else merges
+        if max(len(ids), len(merges)) > _MOST_ENTRIES:
+            raise InvalidArgument(f"it has {max(len(ids), len(merges))} tokens or merges, and may have {_MOST_ENTRIES}")
+        with NativeCall("the library failed"):
+            return build_byte_level(ids, merges, WORD_RULES["qwen2"])
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidArgument(f"{directory}: vocab.json and merges.txt cannot be read: {error}") from error
+
+
+def _check_numbers(tokenizer: Tokenizer, config: Mapping[str, Any], where: str) -> None:
+    """Raises `InvalidArgument` if an added token is not the one that it is said to be."""
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        text = _text(token, f"{where}.{number}")
+        if (own := tokenizer.token_to_id(text)) != int(number):
+            raise InvalidArgument(f"{where}.{number} is {shorten(repr(text))}, which is token {own} of the vocabulary")
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:

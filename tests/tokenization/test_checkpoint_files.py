@@ -7,7 +7,12 @@ from unittest.mock import patch
 import pytest
 
 from charonia.core.errors import InvalidArgument, NotFound
-from charonia.tokenization.checkpoint_files import checkpoint_fingerprint, find_gguf, locate_checkpoint
+from charonia.tokenization.checkpoint_files import (
+    SMALL_FILES,
+    checkpoint_fingerprint,
+    find_gguf,
+    locate_checkpoint,
+)
 
 
 def files(directory: Path, *names: str) -> Path:
@@ -56,11 +61,11 @@ def test_a_hub_id_with_a_quantisation_is_the_file_that_has_it_in_its_name(
 ) -> None:
     calls: list[tuple[str, Any]] = []
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
         from huggingface_hub.utils import filter_repo_objects
 
         calls.append((name, revision))
-        fetched = list(filter_repo_objects(HUB, allow_patterns=allow_patterns))
+        fetched = list(filter_repo_objects(HUB, **patterns))
         assert len(fetched) <= 2, "no more is fetched than is asked for"
         return str(files(tmp_path, *fetched))
 
@@ -71,6 +76,20 @@ def test_a_hub_id_with_a_quantisation_is_the_file_that_has_it_in_its_name(
         with pytest.raises(InvalidArgument, match="no name of a quantisation"):
             locate_checkpoint("owner/name:*")
     assert calls == [("owner/name", "v1"), ("owner/name", None)]
+
+
+def test_weights_are_fetched_once_and_with_the_files_of_every_tokenizer(tmp_path: Path) -> None:
+    published = ("config.json", "model-00001-of-00001.safetensors", "tekken.json", "vocab.json", "merges.txt")
+    twice = ("params.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "README.md")
+
+    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+        from huggingface_hub.utils import filter_repo_objects
+
+        return str(files(tmp_path, *filter_repo_objects([*published, *twice], **patterns)))
+
+    with patch("huggingface_hub.snapshot_download", download):
+        directory = locate_checkpoint("owner/name", (*SMALL_FILES, "*.safetensors"))
+    assert {file.name for file in directory.iterdir()} == {*published, "params.json"}
 
 
 def test_a_fingerprint_is_of_a_directory_s_files_and_of_the_hub_s_revision_while_they_come(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from charonia.core.errors import InvalidArgument
+from charonia.tokenization.byte_level_bpe import published_patterns
 from charonia.tokenization.encoding_bounds import MAX_GROWTH, is_harmless, read_bounds
-from charonia.tokenization.gguf_tokenizer import published_patterns
 
 PUBLISHED = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
