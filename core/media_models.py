@@ -34,7 +34,7 @@ SEEING_FAMILIES = frozenset(
 )
 """The `model_type` of checkpoints whose images are served: towers and language parts read it."""
 
-HEARING_FAMILIES = frozenset({"gemma4", "qwen3_asr", "voxtral"})
+HEARING_FAMILIES = frozenset({"gemma3n", "gemma4", "qwen3_asr", "voxtral"})
 """In the same way, of those whose sounds are."""
 
 WRITING_FAMILIES = frozenset({"whisper"})

@@ -9,14 +9,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
 from ..core.media import FEATURE_MASK, FEATURES
+from ..core.published_form import flat_config
+from ..core.regular_files import read_regular
 from .processor import ProcessedMedium, read_json
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_LARGEST_TOKENIZER = 1 << 26
 _PART = "feature_extractor"
 """The member of a processor's file that has the extractor's settings."""
 
@@ -46,14 +50,16 @@ class PromptSounds:
     """The loaded extractor of a checkpoint. Raises `InvalidArgument` for one that has none."""
 
     def __init__(self, checkpoint: Path) -> None:
-        config = read_json(checkpoint / "config.json")
+        config = flat_config(read_json(checkpoint / "config.json"))
         self._family = family = _FAMILIES[str(config["model_type"])]
         settings = _extractor_settings(checkpoint)
         try:
             extractor = family.extractor().from_dict(settings)
             token_id = int(config.get("audio_token_id") or family.token_id)
-            [token, begin, end] = _token_texts(checkpoint, (token_id, *(config.get(name) for name in family.ends)))
-            self._settings = _SoundSettings(config, extractor, token, (begin, end))
+            token, *ends = _token_texts(checkpoint, (token_id, *(config.get(name) for name in family.ends)))
+            begin, end = (*ends, "", "")[:2]
+            around = f"{family.margin}{begin}", f"{end}{family.margin}"
+            self._settings = _SoundSettings(config, extractor, token, around)
             self._most = int((config.get("text_config") or {}).get("max_position_embeddings") or 0)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidArgument(f"{checkpoint}: its extractor of features cannot be loaded: {error}") from error
@@ -115,6 +121,14 @@ def _gemma4(settings: _SoundSettings, samples: Samples) -> _Features:
     return _Features({FEATURES: np.asarray(made[FEATURES], np.float32), FEATURE_MASK: mask.astype(np.int64)}, places)
 
 
+def _gemma3n(settings: _SoundSettings, samples: Samples) -> _Features:
+    """As many places for each sound; one more takes the row of the token that ends it."""
+    made = settings.extractor([samples], return_tensors="np")
+    mask = np.asarray(made[FEATURE_MASK]).astype(np.int64)
+    places = int(settings.config.get("audio_soft_tokens_per_image", 188)) + 1 if mask.any() else 0
+    return _Features({FEATURES: np.asarray(made[FEATURES], np.float32), FEATURE_MASK: mask}, places)
+
+
 def _thrice_halved(length: int) -> int:
     for _ in range(3):
         length = (length + 1) // 2
@@ -142,19 +156,28 @@ def _gemma4_extractor() -> Any:
     return Gemma4AudioFeatureExtractor
 
 
+def _gemma3n_extractor() -> Any:
+    from transformers.models.gemma3n.feature_extraction_gemma3n import Gemma3nAudioFeatureExtractor
+
+    return Gemma3nAudioFeatureExtractor
+
+
 class _Family(NamedTuple):
     extractor: Callable[[], Any]
     """The class of its extractor; of Qwen3-ASR that of Whisper, whose features are the same."""
     features: Callable[[_SoundSettings, Samples], _Features]
     token_id: int
     """The token of a sound's places where config.json does not say it."""
-    ends: tuple[str, str] = ("", "")
-    """The fields of config.json with the tokens around a sound that its chat template does not have."""
+    ends: tuple[str, ...] = ()
+    """The fields of config.json with the tokens before and behind a sound that its chat template does not have."""
     longest: int = 0
     """Seconds of a sound that its encoder hears; 0 where it hears any."""
+    margin: str = ""
+    """A text on both sides of all that."""
 
 
 _FAMILIES: Mapping[str, _Family] = {
+    "gemma3n": _Family(_gemma3n_extractor, _gemma3n, 262273, ("boa_token_id",), longest=30, margin="\n\n"),
     "gemma4": _Family(_gemma4_extractor, _gemma4, 258881, ("boa_token_id", "eoa_token_index"), longest=30),
     "qwen3_asr": _Family(_whisper_extractor, _qwen3_asr, 151676),
     "voxtral": _Family(_whisper_extractor, _voxtral, 24),
@@ -172,11 +195,28 @@ def _extractor_settings(checkpoint: Path) -> dict[str, Any]:
 
 def _token_texts(checkpoint: Path, ids: tuple[int | None, ...]) -> list[str]:
     """The text of each token; empty for none. Raises `ValueError` for one that the tokenizer lacks."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    texts = ["" if number is None else tokenizer.id_to_token(number) for number in ids]
+    text_of = _special_tokens(checkpoint)
+    texts = ["" if number is None else text_of(number) for number in ids]
     known = [text for text in texts if text is not None]
     if len(known) < len(ids):
         raise ValueError(f"its tokenizer lacks a token of sounds, of {ids}")
     return known
+
+
+class _NamedTokens(msgspec.Struct):
+    """What of Mistral's tekken.json tells of special tokens."""
+
+    special_tokens: list[dict[str, Any]] = []
+
+
+def _special_tokens(checkpoint: Path) -> Callable[[int], str | None]:
+    """Tells the text of a special token, by tokenizer.json or what stands in its place."""
+    if (file := checkpoint / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(file)).id_to_token
+    if (file := checkpoint / "tekken.json").is_file():
+        named = msgspec.json.decode(read_regular(file, _LARGEST_TOKENIZER), type=_NamedTokens).special_tokens
+        return {token["rank"]: str(token["token_str"]) for token in named}.get
+    added = read_json(checkpoint / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return {int(number): str(token["content"]) for number, token in added.items()}.get

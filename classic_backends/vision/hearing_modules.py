@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tower_module import TowerFeatures
+from ...core.media import FEATURES
+from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
+from .vision_files import VisionFiles
 
 _MOST_WINDOWS = 8
 """Windows of a sound that are computed at a time where each is attended to by itself; a second takes 6 MB."""
@@ -37,4 +39,46 @@ def _gemma4(model: Any, input_features: Tensor, input_features_mask: Tensor) -> 
     return [rows[mask.bool()] for rows, mask in zip(made.pooler_output, made.attention_mask, strict=True)]
 
 
-_ROWS: Mapping[str, Callable[..., list[Tensor]]] = {"gemma4": _gemma4, "qwen3_asr": _qwen3_asr, "voxtral": _voxtral}
+def load_gemma3n_ear(files: VisionFiles, dtype: torch.dtype, device: str) -> TowerModule:
+    """The encoder of sounds of a Gemma 3n alone: transformers' whole model wants the library of its images' tower."""
+    from transformers.models.gemma3n import modeling_gemma3n as gemma3n
+
+    class Gemma3nEar(gemma3n.Gemma3nPreTrainedModel):
+        """The parts of `Gemma3nModel` that a sound goes through."""
+
+        get_audio_features = gemma3n.Gemma3nModel.get_audio_features
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.audio_tower = gemma3n.Gemma3nAudioEncoder(config.audio_config)
+            self.embed_audio = gemma3n.Gemma3nMultimodalEmbedder(config.audio_config, config.text_config)
+            self.post_init()
+
+    weights = {name.removeprefix("model."): tensor for name, tensor in read_weights(files).items()}
+    with loading(files):
+        loaded: Any = Gemma3nEar
+        ear, report = loaded.from_pretrained(
+            None, config=read_config(files), state_dict=weights, dtype=dtype, output_loading_info=True
+        )
+    refuse_missing(files, report["missing_keys"])
+    return TowerModule(FEATURES, sound_features(files.family, ear.requires_grad_(False).to(device).eval()))
+
+
+def _gemma3n(model: Any, input_features: Tensor, input_features_mask: Tensor) -> list[Tensor]:
+    """As many rows for each sound, whatever its length: what is missing is the embedding of the last token. The row
+    behind them is that of the token that ends a sound, which is none of the language part's."""
+    config = model.config
+    made = model.get_audio_features(input_features, ~input_features_mask.bool(), return_dict=True)
+    ids = [config.text_config.vocab_size - 1, config.eoa_token_id]
+    missing, end = model.embed_audio(input_ids=torch.tensor(ids, device=input_features.device))
+    rows = made.pooler_output.where(~made.audio_mel_mask.unsqueeze(-1), missing)
+    rest = missing.expand(len(rows), config.audio_soft_tokens_per_image - rows.shape[1], -1)
+    return [*torch.cat((rows, rest, end.expand(len(rows), 1, -1)), 1)]
+
+
+_ROWS: Mapping[str, Callable[..., list[Tensor]]] = {
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
+    "qwen3_asr": _qwen3_asr,
+    "voxtral": _voxtral,
+}

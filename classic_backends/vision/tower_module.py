@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ...core.errors import InvalidArgument
 from ...core.media import ALIGNED_TOKENS, FEATURES, SOURCE
+from ...core.published_form import flat_config, flat_name
+from ...tokenization.checkpoint_files import read_json
 from .vision_files import VisionFiles
 
 
@@ -58,12 +60,13 @@ def load_own_parts(own: OwnParts, files: VisionFiles, dtype: torch.dtype, device
 
 
 def read_weights(files: VisionFiles) -> dict[str, Tensor]:
+    """The tensors by their names in transformers."""
     tensors: dict[str, Tensor] = {}
     for file in {weight.file for weight in files.weights}:
         with safe_open(file, framework="pt") as opened:
             for weight in files.weights:
                 if weight.file == file:
-                    tensors[weight.name] = opened.get_tensor(weight.name)
+                    tensors[flat_name(weight.name)] = opened.get_tensor(weight.name)
     return tensors
 
 
@@ -71,6 +74,9 @@ def read_config(files: VisionFiles) -> Any:
     """The configuration as transformers has it."""
     import transformers
 
+    published = read_json(files.directory / "config.json")
+    if (flat := flat_config(published)) != published:
+        return transformers.AutoConfig.for_model(**flat)
     return transformers.AutoConfig.from_pretrained(files.directory, local_files_only=True, trust_remote_code=False)
 
 

@@ -22,6 +22,7 @@ from ...core.media import (
 )
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.native_calls import NativeCall
+from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.weight_files import read_weight_index, refuse_long_header
 
@@ -41,7 +42,7 @@ INPUTS = {
 """What processors make of media for towers, each family some of it; their datatypes here."""
 
 _OTHER_PARTS = re.compile(
-    r"(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out)\."
+    r"(thinker\.)?(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out)\."
 )
 """Beginnings of the names of tensors that belong to no tower, in newer and older checkpoints."""
 
@@ -99,7 +100,7 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
         Unsupported: its family's media are not served, or its weights are no safetensors.
         InvalidArgument: it has no tower's weights, or files that cannot be read.
     """
-    config = read_json(directory / "config.json")
+    config = flat_config(read_json(directory / "config.json"))
     family = str(config.get("model_type", ""))
     stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
     stored = stored if stored in _WIDTHS else "float32"

@@ -13,7 +13,7 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.media import FEATURES, MediaKind
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
-from .hearing_modules import sound_features
+from .hearing_modules import load_gemma3n_ear, sound_features
 from .lean_imports import lean_imports
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
 from .vision_files import VisionFiles
@@ -40,6 +40,8 @@ class MediumRows(NamedTuple):
 
 def load_beside_text(files: VisionFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
     """The whole model without layers of text."""
+    if files.family == "gemma3n":
+        return (load_gemma3n_ear(files, dtype, device),)
     import transformers
 
     config = read_config(files)

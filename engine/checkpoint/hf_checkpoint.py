@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...core.errors import CharoniaError, InvalidArgument
 from ...core.native_calls import NativeCall
+from ...core.published_form import flat_config, flat_name
 from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
 from ...tokenization.gguf_file import GgufFile, read_gguf
 from ...tokenization.weight_files import read_weight_index, refuse_long_header
@@ -188,6 +189,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
         directory = locate_checkpoint(str(model), (*SMALL_FILES, _TORCH_FILES))
     config = read_json(directory / "config.json")
     if not config:
+        if (directory / "params.json").is_file():
+            raise CheckpointError(f"{directory} is in Mistral's own form (params.json); that of transformers is read")
         hint = "" if Path(model).is_dir() else " (of a model in GGUF, name the file's kind: owner/name:Q4_K_M)"
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights{hint}")
     part = text_config(config)
@@ -212,6 +215,7 @@ def with_stored_dtype(config: Mapping[str, Any], directory: Path) -> Mapping[str
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json of the text part of the model that `config` describes, if it has one that we serve."""
+    config = flat_config(config)
     names = config.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     if outer in SEQ2SEQ:  # their config.json is that of both parts, of which the decoder is ours
@@ -239,6 +243,7 @@ def text_tensor_name(stored: str) -> str:
     """The name of a text part's tensor in a checkpoint of text alone; other tensors keep their names."""
     if (weight := _T5_WEIGHT.fullmatch(stored)) is not None and weight[2] in _T5_PARTS:
         return f"model.layers.{weight[1]}.{_T5_PARTS[weight[2]]}.weight"
+    stored = flat_name(stored)
     for prefix, own in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

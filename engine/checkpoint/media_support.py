@@ -5,6 +5,7 @@ from typing import Any
 
 from ...core.media import MediaKind
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
+from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
 from .seq2seq_config import SEQ2SEQ
 
@@ -25,7 +26,7 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
         return ("audio",)
     if not any((directory / name).is_file() for name in _PROCESSORS):
         return ()
-    config = read_json(directory / "config.json")
+    config = flat_config(read_json(directory / "config.json"))
     family = config.get("model_type")
     return tuple(kind for kind, known, part in _PARTS if family in known and isinstance(config.get(part), dict))
 
