@@ -110,15 +110,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_350,
+    "core": 2_380,
     "processes": 1_160,
     "telemetry": 3_025,
     "kvcache": 1_530,
-    "tokenization": 3_780,
-    "media": 1_365,
+    "tokenization": 4_050,
+    "media": 1_390,
     "scheduler": 2_360,
     "engine": 30_720,
-    "classic_backends": 8_655,
+    "classic_backends": 8_695,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,
