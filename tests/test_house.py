@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_050,
     "media": 1_390,
     "scheduler": 2_360,
-    "engine": 30_720,
+    "engine": 31_005,
     "classic_backends": 8_695,
     "ensembles": 1_200,
     "routing": 250,

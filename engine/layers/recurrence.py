@@ -1,6 +1,6 @@
 """Recurrences over the matrices that heads keep of a sequence, by C kernels, Triton's or torch: the gated delta rule
 (arXiv 2412.06464) and Mamba-2's selective scan (arXiv 2405.21060). Rows go token by token: where a prompt is cut
-changes nothing, by kernels not a bit."""
+changes nothing, by kernels not a bit. On a GPU prompts go by chunks, unless results must not depend on the batch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -70,7 +70,8 @@ def build_delta_rule(
         from ..gpu.recurrence import TritonRecurrence
 
         steps = ScanSteps(gates.rates, gates.bias, None)
-        return StateRecurrence(number, TritonRecurrence(shape, gates.decay_column, gates.beta_column, steps))
+        columns, chunked = (gates.decay_column, gates.beta_column), not loader.context.batch_invariance
+        return StateRecurrence(number, TritonRecurrence(shape, *columns, steps, chunked))
     return StateRecurrence(number, TorchRecurrence(shape, gates))
 
 
@@ -84,7 +85,8 @@ def build_selective_scan(
     if _served_by_triton(loader, shape):
         from ..gpu.recurrence import TritonRecurrence
 
-        return StateRecurrence(number, TritonRecurrence(shape, step_column, None, steps))
+        chunked = not loader.context.batch_invariance
+        return StateRecurrence(number, TritonRecurrence(shape, step_column, None, steps, chunked))
     return StateRecurrence(number, TorchRecurrence(shape, TorchScanSteps(steps, step_column)))
 
 

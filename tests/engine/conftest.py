@@ -79,6 +79,23 @@ def _look_through_the_language_once() -> None:
                 interpreter._patch_attr(module, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtins
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot_of_numbers(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        return dot(builder, _numbers(a), _numbers(b), d, *precision)
+
+    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+
+
+def _numbers(tile: Any) -> Any:
+    """A tile whose numbers numpy can multiply: the interpreter keeps those of bfloat16 as their bits, and its products
+    take the bits for integers."""
+    from triton.runtime import interpreter
+
+    tl = interpreter.tl
+    if tile.dtype.scalar != tl.bfloat16:
+        return tile
+    return interpreter.TensorHandle((tile.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 @pytest.fixture
@@ -108,6 +125,7 @@ def sums_of_a_gpu(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatc
     def add_in_order(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
         if a.data.dtype.kind == "i" or a.dtype.primitive_bitwidth == 8:
             return dot(builder, a, b, d, *precision)
+        a, b = _numbers(a), _numbers(b)
         total = d.data.copy()
         for left, right in zip(a.data.T.astype(total.dtype), b.data.astype(total.dtype), strict=True):
             total += left[:, None] * right
