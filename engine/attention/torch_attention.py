@@ -351,8 +351,8 @@ class TorchSdpaAttention(AttentionBackend):
     def _block_ids(self, batch: StepBatch, rows: NDArray[np.int64], skipped: NDArray[np.int64], tokens: int) -> Tensor:
         """The ids [rows * blocks] of the blocks that hold each row's first `tokens` tokens after the skipped blocks."""
         blocks = np.arange(-(-tokens // self._spec.block_size)) + skipped[:, None]
-        # A row shorter than its group may have no block there; the block that it gets instead is masked.
-        places = np.minimum(blocks, batch.tables.shape[1] - 1)
+        # A row shorter than its group gets its own last block, masked; in others' may be no number, and 0 * NaN is NaN.
+        places = np.minimum(blocks, (batch.starts[rows] + batch.counts[rows] - 1)[:, None] // self._spec.block_size)
         return batch.tables[torch.from_numpy(rows[:, None]), torch.from_numpy(places)].reshape(-1)
 
 

@@ -191,6 +191,18 @@ def test_layers_with_views_of_their_own(name: str, window: int, cap: float | Non
     assert max(story.step(rows) for rows in STEPS) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_what_others_have_in_the_block_that_pads_tables_changes_nothing(name: str, window: int | None) -> None:
+    """Not even what is no number, as another sequence's keys may be that overflowed."""
+    shape = spec_for(name, attention=(LayerAttention(window), PLAIN))
+    story = Story(create_backend(name, shape), shape)
+    story.free.remove(0)
+    for strip in story.attention.device_blocks:
+        strip[0] = math.nan if strip.is_floating_point() else -1
+    steps = {0: 18, 1: 40}, {0: 1, 1: 1}, {0: 3, 1: 1}, {0: 1, 1: 1}
+    assert max(story.step(rows) for rows in steps) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_layers_with_sinks(name: str, dtype: torch.dtype) -> None:
     """Beside one without, with windows and a cap."""
