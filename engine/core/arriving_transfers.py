@@ -120,6 +120,8 @@ class ArrivingTransfers:
             may_wait = self._fetching.total() > 0 or self._scheduler.has_work
             room = self._cache.admissible_blocks - self._scheduler.spare_blocks
             if may_wait and self._no_room is not None and arrival is self._no_room[0] and room <= self._no_room[1]:
+                if self._refuse_late(arrival):
+                    continue
                 return
             blocks = (len(spec.prompt) - 1) // self._cache.block_size
             prefix = ArrivingPrefix(self._cache, list(spec.hashes)[:blocks])
@@ -140,6 +142,15 @@ class ArrivingTransfers:
             threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
             if prefix.first == len(prefix.hashes):
                 self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
+
+    def _refuse_late(self, arrival: Arrival) -> bool:
+        """Refuse one that has waited for room long enough. What may be computed waits on: that takes as much room."""
+        late = self._config.kv_load_failure_policy == "fail" and arrival.waits_until <= time.monotonic()
+        if late:
+            self._line.remove(arrival)
+            self._no_room = None
+            self._fail(arrival, TransferError("late", "the cache has no room for it"))
+        return late
 
     def _next_in_line(self) -> Arrival | None:
         """The oldest that may begin. Who has waited for others' fetches long enough leaves the line."""

@@ -619,6 +619,35 @@ def test_who_may_not_compute_leaves_the_line_in_time(caplog: pytest.LogCaptureFi
         assert decoder.cached(3) == 40
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_who_may_not_compute_waits_for_room_no_longer_than_for_a_peer(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transfer_config(policy=policy, timeout_seconds=0.2)
+    with servers(transfer_config(), config, blocks=20) as (prefiller, decoder):
+        prefill(prefiller)
+        pause, execute = threading.Event(), decoder.executor.execute
+
+        def execute_late(*step: Any) -> Any:
+            pause.wait(0.05)
+            return execute(*step)
+
+        monkeypatch.setattr(decoder.executor, "execute", execute_late)
+        decoder.add(1, new=40, prompt=[*range(200, 237)])  # it keeps the blocks that the other lacks
+        until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
+        decoder.add(2, remote=RemotePrefix(*prefiller.address, "handle"))
+        if policy == "fail":
+            until(lambda: len(decoder.refused()) == 1)
+            assert decoder.refused()[0].error.error().code is ErrorCode.UNAVAILABLE
+            assert "late; what did not come is refused: the cache has no room for it" in caplog.text
+            assert 1 not in decoder.finished()
+        pause.set()
+        until(lambda: 1 in decoder.finished())
+        if policy == "recompute":
+            until(lambda: 2 in decoder.finished())
+            assert decoder.refused() == []
+
+
 def test_an_answer_that_is_not_waited_for_changes_nothing() -> None:
     asked: list[int] = []
     call = LoopCall(lambda: asked.append(1), Future())
