@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from enum import Enum
+from itertools import chain
 from os import PathLike, fspath
 from typing import Annotated, Any
 
@@ -37,6 +38,8 @@ _SERVER_OPTIONS = {
 """Those of `ServerOptions` that are not about ports, processes and logs."""
 
 _MODEL_GROUPS = ("repository", "engine", "adapters")
+_ENDPOINTS_ALONE = "host"
+"""A flag of vLLM's that says where to listen."""
 _NO_OPTIONS = ServeOptions()
 
 _reader = App(help_flags=(), version_flags=())
@@ -71,7 +74,7 @@ def read_options(arguments: Mapping[str, Any]) -> ServeOptions:
     triton.check()
     vllm.check()
     options: ServeOptions = vllm.completed(triton.completed(bound.arguments.get("options", _NO_OPTIONS)))
-    if stray := next(_strays(options), None):
+    if stray := next(chain(_stray_names(arguments), _strays(options)), None):
         message = f"'{stray}' is about ports, processes or the log of `charonia serve`, which a program has none of"
         raise InvalidArgument(message, field=stray)
     return options
@@ -101,8 +104,19 @@ def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
+def _stray_names(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments that are given, whatever their values, and mean nothing without endpoints."""
+    groups = {field.name for field in fields(ServeOptions)} - {*_MODEL_GROUPS}
+    path_of = {name: argument.keys for argument in _reader.assemble_argument_collection() for name in argument.names}
+    for name, value in arguments.items():
+        path = path_of[_flag(_TRITON_NAMES.get(name, name))]
+        stray = path[0] in groups and path[-1] not in _SERVER_OPTIONS
+        if value is not None and (stray or path == (_ENDPOINTS_ALONE,)):
+            yield name
+
+
 def _strays(options: ServeOptions) -> Iterator[str]:
-    """The options that were set and mean nothing without endpoints."""
+    """The options that former names of flags have set and mean nothing without endpoints."""
     for group in fields(options):
         ours, plain = getattr(options, group.name), getattr(_NO_OPTIONS, group.name)
         if group.name in _MODEL_GROUPS or ours == plain:

@@ -295,6 +295,9 @@ def test_the_last_reference_ends_a_server(repository: Path) -> None:
         ({"modle_repository": "."}, "Unknown option: --modle-repository; did you mean '--model-repository'?"),
         ({"http_port": 9000}, "'http_port' is about ports, processes or the log of `charonia serve`"),
         ({"allow_grpc": False}, "'allow_grpc' is about ports"),
+        ({"port": 8000}, "'port' is about ports"),  # what is so by default, too
+        ({"host": "127.0.0.1"}, "'host' is about ports"),
+        ({"trace_level": "TIMESTAMPS"}, "'trace_config' is about ports"),
         ({"max_num_seqs": 1}, "--max-num-seqs is for a single checkpoint"),
         ({"model_control_mode": "sometimes"}, 'Invalid value "sometimes" for --model-control-mode'),
         ({"num_gpu_blocks_override": 5}, "here: --kv-cache-blocks"),
