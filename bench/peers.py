@@ -9,6 +9,7 @@ from ctypes.util import find_library
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -243,7 +244,11 @@ class CTranslate2Peer:
         self.about = f"ctranslate2 {self._library.__version__}, faster-whisper {version('faster-whisper')}"
         converted = Path(setup.folder) / f"{Path(setup.checkpoint).name}-ctranslate2"
         if not converted.exists():
-            converters.TransformersConverter(setup.checkpoint).convert(str(converted), quantization=setup.precision)
+            # Only a whole conversion gets the name that the next run looks for.
+            part = converted.with_name(converted.name + ".part")
+            rmtree(part, ignore_errors=True)
+            converters.TransformersConverter(setup.checkpoint).convert(str(part), quantization=setup.precision)
+            part.rename(converted)
         self._model = self._library.models.Whisper(
             str(converted), device=setup.device, compute_type=setup.precision, intra_threads=setup.threads
         )

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from charonia.bench.gguf_export import (
 )
 from charonia.bench.peer_process import OURS, PEERS, PeerProcess, PeerSpec
 from charonia.bench.peer_runner import PeerSetup
+from charonia.bench.peers import CTranslate2Peer
 from charonia.bench.roofline import OfflineJob
 
 INSTALLED = dict(each.split("=", 1) for each in os.environ.get("CHARONIA_PEERS", "").split())
@@ -165,3 +166,35 @@ def test_a_peer_makes_our_tokens(peer: str, name: str, making: ModuleType, tmp_p
             made.append(running.generate(asked, 8).tokens)
     compared = 8 if precision == "fp32" else 1
     assert [one[:compared] for one in made[0]] == [one[:compared] for one in made[1]]
+
+
+def test_an_interrupted_conversion_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over what stands in for CTranslate2: a converter that is interrupted, and a model that reads its files."""
+    interrupted = [True, False]
+
+    class Converter:
+        def __init__(self, checkpoint: str) -> None: ...
+
+        def convert(self, output: str, quantization: str) -> None:
+            Path(output).mkdir()
+            (Path(output) / "config.json").write_text(quantization)
+            if interrupted.pop(0):
+                raise KeyboardInterrupt
+            (Path(output) / "model.bin").write_bytes(b"whole")
+
+    library, converters = ModuleType("ctranslate2"), ModuleType("ctranslate2.converters")
+    extractor = ModuleType("faster_whisper.feature_extractor")
+    converters.TransformersConverter = Converter  # type: ignore[attr-defined]
+    library.__version__ = "0"  # type: ignore[attr-defined]
+    library.models = SimpleNamespace(Whisper=lambda path, **_: Path(path, "model.bin").read_bytes())  # type: ignore[attr-defined]
+    extractor.FeatureExtractor = object  # type: ignore[attr-defined]
+    for module in (library, converters, extractor):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("charonia.bench.peers.version", lambda name: "0")
+
+    setup = PeerSetup("/checkpoints/whisper", "int8", 1, 48, 32, 1, "cpu", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        CTranslate2Peer(setup)
+    for _ in range(2):  # by a second conversion, and by what is left of it
+        assert CTranslate2Peer(setup)._model == b"whole"
+    assert [folder.name for folder in tmp_path.iterdir()] == ["whisper-ctranslate2"]
