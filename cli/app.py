@@ -163,7 +163,7 @@ def run_model(
 
 @app.command
 def explain(
-    before: Path | None = None,
+    before: str | None = None,
     after: Path | None = None,
     /,
     *,
@@ -179,7 +179,8 @@ def explain(
     Parameters
     ----------
     before
-        A saved scrape of the server's metrics; without a second one it is of the time since the server's start.
+        A saved scrape of the server's metrics; without a second one it is of the time since the server's start. Or a
+        server, as --url has it.
     after
         A later scrape of the same server.
     url
@@ -197,7 +198,9 @@ def explain(
     """
     from .explain import print_reports, read_saved, watch_server
 
-    files = [file for file in (before, after) if file is not None]
+    server = before if before is not None and "://" in before and not url else ""
+    files = [Path(file) for file in (before, after) if file is not None and file != server]
+    url = url or server
     if bool(files) == bool(url):
         raise InvalidArgument("nothing to explain: name saved scrapes, or a server by --url")
     if files and (header or seconds is not None):

@@ -81,6 +81,8 @@ def test_scrapes_of_two_servers_and_a_server_without_models_are_told(
         ),
         (["--url", "x:1"], "--url must be http://HOST:PORT, got 'x:1'"),
         (["--url", "http://127.0.0.1:9", "--seconds", "0"], "http://127.0.0.1:9/metrics: "),
+        (["http://127.0.0.1:9", "--seconds", "0"], "http://127.0.0.1:9/metrics: "),
+        (["http://127.0.0.1:9", "--url", "http://127.0.0.1:8"], "nothing to explain"),
         (["--url", "http://127.0.0.1:9", "--header", "x"], "--header must be NAME: VALUE, got 'x'"),
         (["--url", "http://127.0.0.1:many"], "--url must be http://HOST:PORT, got 'http://127.0.0.1:many'"),
         (["--url", "http://[::1"], "--url must be http://HOST:PORT"),
