@@ -68,29 +68,36 @@ class HeldSound:
 
 
 class WindowsTogether:
-    """Lets an encoded window wait for those that are being encoded: a decoder makes eight transcripts in hardly more
-    steps than one, and each step that runs beside an encoder on the same cores only keeps it from the next window."""
+    """Lets an encoded window wait for those that are being encoded by then, and for none that comes later: a decoder
+    makes eight transcripts in hardly more steps than one, and each step that runs beside an encoder on the same cores
+    only keeps it from the next window."""
 
     def __init__(self) -> None:
-        self._encoding = 0
+        self._encoding = set[object]()
+        self._awaited = set[object]()
+        """Those that were being encoded when the first that waits began to."""
         self._waiting = set[asyncio.Event]()
 
     @contextmanager
     def encode(self) -> Iterator[None]:
         """The block in which a window is being encoded."""
-        self._encoding += 1
+        window = object()
+        self._encoding.add(window)
         try:
             yield
         finally:
-            self._encoding -= 1
-            if not self._encoding:
+            self._encoding.discard(window)
+            self._awaited.discard(window)
+            if not self._awaited:
                 self._begin_all()
 
     async def gather(self) -> None:
-        """Return when an encoded window may be heard: once no other is being encoded, enough of them wait, or one has
-        waited long enough."""
+        """Return when an encoded window may be heard: once none of the others is being encoded any more, enough of them
+        wait, or one has waited long enough."""
         if not self._encoding:
             return
+        if not self._waiting:
+            self._awaited = self._encoding.copy()
         begin = asyncio.Event()
         self._waiting.add(begin)
         if len(self._waiting) == _TOGETHER:

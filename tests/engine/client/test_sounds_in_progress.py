@@ -1,4 +1,5 @@
-"""Encoded windows wait for those that are being encoded, as long as it takes, until there are eight, or for a while."""
+"""Encoded windows wait for those that are being encoded by then, as long as it takes, until there are eight, or for a
+while."""
 
 import asyncio
 
@@ -56,6 +57,32 @@ async def test_windows_begin_when_eight_wait_and_when_all_are_encoded() -> None:
     await windows.finish(11)
     assert sorted(windows.begun) == list(range(12))
     await windows.close()
+
+
+async def test_none_waits_for_windows_that_come_later() -> None:
+    """A short sound beside a long one, whose windows never end."""
+    together, long, begun = WindowsTogether(), [asyncio.Event() for _ in range(3)], list[str]()
+
+    async def write_down(name: str, encoded: asyncio.Event) -> None:
+        with together.encode():
+            await encoded.wait()
+        await together.gather()
+        begun.append(name)
+
+    short = asyncio.Event()
+    tasks = [asyncio.create_task(write_down("first", long[0])), asyncio.create_task(write_down("short", short))]
+    await asyncio.sleep(0)
+    short.set()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    tasks += [asyncio.create_task(write_down(name, event)) for name, event in zip("bc", long[1:], strict=True)]
+    await asyncio.sleep(0)
+    assert begun == []
+    long[0].set()
+    await until(lambda: sorted(begun) == ["first", "short"])
+    for event in long[1:]:
+        event.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_one_whose_sound_is_given_up_keeps_no_other() -> None:
