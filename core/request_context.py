@@ -1,8 +1,10 @@
 """The context of one request: an endpoint opens it, models get it as an argument, and it is recorded at the end, even
 if no model was found."""
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -14,6 +16,8 @@ from .errors import Cancelled, CharoniaError, ErrorCode, QueueFull, RequestTimeo
 from .native_calls import CONTROL_FLOW
 from .request import FinishReason, Usage
 from .sampling import SamplingParams
+
+T = TypeVar("T")
 
 Headers: TypeAlias = Sequence[tuple[str | bytes, str | bytes]]
 """HTTP headers or gRPC metadata of a request, names in lower case."""
@@ -211,6 +215,19 @@ class RequestContext:
 
     def __post_init__(self) -> None:
         self.ended_at = self.arrived_at
+
+    def seconds_left(self, timeout: float) -> float:
+        """The rest of so many seconds since it arrived; 0 is no limit."""
+        return timeout - (time.monotonic() - self.arrived_at) if timeout else math.inf
+
+    async def in_time(self, work: Awaitable[T], timeout: float) -> T:
+        """What `work` gives. Raises `RequestTimeout` if so many seconds since it arrived are over before; 0 is no
+        limit."""
+        try:
+            async with asyncio.timeout(self.seconds_left(timeout)):
+                return await work
+        except TimeoutError:
+            raise RequestTimeout from None
 
     def child(self, endpoint: str) -> "RequestContext":
         """The context of a request that this one's model makes to another model, for the same client."""

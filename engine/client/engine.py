@@ -11,6 +11,7 @@ from ...core.errors import InvalidArgument
 from ...core.kv_transfer import FIELD as KV_TRANSFER
 from ...core.model import MemoryHolder, RetainingModel
 from ...core.request import GenerateRequest, GuidedDecoding
+from ...core.request_context import RequestContext
 from ...scheduler.drafts.speculation import PREDICTED_DRAFTS
 from ...telemetry.llm_metrics import EngineState, LlmMetrics
 from ...tokenization.answers.answer_formats import AnswerParsers
@@ -168,6 +169,10 @@ class EngineSpec:
         """As `check_request`, for the constraint of an answer."""
         if constraint is not None:
             self._check("guided_decoding", constraint.parameter)
+
+    def timeout_of(self, request: GenerateRequest, context: RequestContext) -> float:
+        """Seconds that a request may take; 0 is any time."""
+        return request.timeout or (0.0 if context.background else self.default_timeout)
 
     def most_drafts_of(self, request: GenerateRequest) -> int:
         """Tokens that a step may draft for a request without a limit of its own."""

@@ -281,10 +281,10 @@ class LlmModel:
                 request = with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
             with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
-                kept = prompt_tokens_to_keep(sampling, info.max_model_len)
-                limit = TokenLimit(info.max_model_len)
+                timeout = self._spec.timeout_of(request, context)
+                kept, limit = prompt_tokens_to_keep(sampling, info.max_model_len), TokenLimit(info.max_model_len)
                 if media is None and prompt_media(request.prompt):
-                    media = await self._media.read(request.prompt, context, request.cache_salt)
+                    media = await self._media.read(request.prompt, context, request.cache_salt, timeout)
                 media = media or self._media.plain
                 stand_ins = None if media is None else media.text
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
@@ -303,7 +303,7 @@ class LlmModel:
                 if media is not None:
                     add = media.place(add, request.prompt)
                 if info.source_tokens:
-                    add = await self._media.encode_source(add, plan.prompt, context)
+                    add = await self._media.encode_source(add, plan.prompt, context, timeout)
                 if plan.constraint is not None:  # the most expensive check comes last
                     plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
                 add = await tokenizer.call(plan.complete, add)

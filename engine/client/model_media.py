@@ -216,10 +216,15 @@ class ModelMedia:
             return None if self.plain is None else self.plain.text
         return _text_of(services.preparer, await self._prepare(services.preparer, prompt_media(prompt), context))
 
-    async def read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:
-        """Prepare and encode the media of a prompt, together with those of others; `plain` where it has none.
-        Cancelling it ends all that nobody else waits for. Raises as the parts do, and `InvalidArgument` for media that
-        the model does not take."""
+    async def read(
+        self, prompt: Prompt, context: RequestContext, salt: str, timeout: float = 0.0
+    ) -> PromptMedia | None:
+        """Prepare and encode the media of a prompt, together with those of others; `plain` where it has none. The
+        request may take `timeout` seconds, 0 is any time. Cancelling it ends all that nobody else waits for. Raises as
+        the parts do, `RequestTimeout`, and `InvalidArgument` for media that the model does not take."""
+        return await context.in_time(self._read(prompt, context, salt), timeout)
+
+    async def _read(self, prompt: Prompt, context: RequestContext, salt: str) -> PromptMedia | None:
         media = prompt_media(prompt)
         services, plain = self._checked(media), self.plain
         if not media or plain is None or services is None or services.preparer is None:
@@ -254,13 +259,15 @@ class ModelMedia:
             windows.append((SoundWindow(begin, end), PreparedMedium("audio", digest, "", inputs)))
         return windows
 
-    async def encode_source(self, add: AddRequest, prompt: Sequence[int], context: RequestContext) -> AddRequest:
-        """The request with what the encoder makes of the prompt, which it reads in the decoder's place. Raises as the
-        encoder."""
+    async def encode_source(
+        self, add: AddRequest, prompt: Sequence[int], context: RequestContext, timeout: float = 0.0
+    ) -> AddRequest:
+        """The request with what the encoder makes of the prompt, which it reads in the decoder's place. `timeout`: as
+        of `read`. Raises as the encoder, and `RequestTimeout`."""
         assert self._services is not None
         tokens = np.array(prompt, np.int64)[None]
         text = SourceText(sha256(tokens.tobytes()).digest(), {SOURCE: tokens})
-        made = await self._services.encoder.encode(text, context, add.spec.salt)
+        made = await context.in_time(self._services.encoder.encode(text, context, add.spec.salt), timeout)
         encoded = EncoderRows(made.length, text.digest, made.rows, made.dtype, len(prompt))
         return replace(add, spec=replace(add.spec, encoded=encoded))
 

@@ -69,15 +69,21 @@ FORMS: Mapping[str, TranscriptForm] = {
 
 class PromptedTranscriber:
     """Answers the requests of one model, those for transcripts and all others. `check_room`: raises `QueueFull` where a
-    request of that tenant would be refused."""
+    request of that tenant would be refused. `timeout`: as of `Transcriber`."""
 
     def __init__(
-        self, media: ModelMedia, form: TranscriptForm, ask: AskPrompted, check_room: Callable[[str], None]
+        self,
+        media: ModelMedia,
+        form: TranscriptForm,
+        ask: AskPrompted,
+        check_room: Callable[[str], None],
+        timeout: float = 0.0,
     ) -> None:
         self._media = media
         self._form = form
         self._ask = ask
         self._check_room = check_room
+        self._timeout = timeout
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> DirectStream[GenerateChunk]:
         """The chunks of the text; those of a transcript have one. Raises `InvalidArgument` for what the model does not
@@ -96,7 +102,8 @@ class PromptedTranscriber:
         self, request: GenerateRequest, speech: Speech, prompt: Prompt, context: RequestContext
     ) -> AsyncGenerator[GenerateChunk, None]:
         self._check_room(context.tenant)
-        media = await self._media.read(prompt, context, request.cache_salt)
+        timeout = request.timeout or (0.0 if context.background else self._timeout)
+        media = await self._media.read(prompt, context, request.cache_salt, timeout)
         assert media is not None, "a model that hears has a token for sounds"
         [sound] = media.prepared
         said = request.sampling

@@ -3,7 +3,6 @@ makes no sense. Knows no protocol, and of the engine that it answers prompts."""
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -110,16 +109,11 @@ class _Task(NamedTuple):
 
     @property
     def seconds_left(self) -> float:
-        timeout = self.request.timeout
-        return timeout - (time.monotonic() - self.context.arrived_at) if timeout else math.inf
+        return self.context.seconds_left(self.request.timeout)
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """What `work` gives. Raises `RequestTimeout` if the request's time is over before."""
-        try:
-            async with asyncio.timeout(self.seconds_left):
-                return await work
-        except TimeoutError:
-            raise RequestTimeout from None
+        return await self.context.in_time(work, self.request.timeout)
 
 
 class _FirstToken(NamedTuple):
@@ -375,6 +369,6 @@ def load_transcriber(
     if not media.transcribes:
         config = read_json(Path(bundle.checkpoint) / "config.json") if "audio" in media.kinds else {}
         form = FORMS.get(str(config.get("model_type")))
-        return None if form is None else PromptedTranscriber(media, form, ask, check_room)
+        return None if form is None else PromptedTranscriber(media, form, ask, check_room, timeout)
     tokens = read_speech_tokens(Path(bundle.checkpoint), bundle.tokenizer, engine.vocab_size)
     return Transcriber(media, tokens, bundle.async_tokenizer, engine.max_model_len, ask, check_room, timeout)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from charonia.core.errors import InvalidArgument, QueueFull
+from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout
 from charonia.core.media import EMBEDS, MediaKind, MediaSource, PreparedMedium
 from charonia.core.media import SOURCE as TEXT_INPUT
 from charonia.core.media_models import EncodedMedium, MediaFacts, MediaServices
@@ -154,6 +154,30 @@ async def test_rows_that_were_encoded_elsewhere_pass_the_encoder_by() -> None:
         with pytest.raises(InvalidArgument, match=complaint) as refusal:
             await other.read(CHAT, RequestContext("chat"), "")
         assert refusal.value.field == SOURCE.field
+
+
+async def test_preparing_and_encoding_count_for_a_requests_time() -> None:
+    class Slow(_Parts):
+        ended = 0
+
+        async def encode(self, *_: Any) -> EncodedMedium:
+            try:
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                self.ended += 1
+
+    parts = Slow()
+    media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
+    context = RequestContext("chat")
+    context.arrived_at -= 10.0
+    for timeout in (9.0, 10.05):  # what is over before it begins, and while it is encoded
+        with pytest.raises(RequestTimeout):
+            await media.read(CHAT, context, "", timeout)
+    assert parts.ended >= 1
+    add = AddRequest(SequenceSpec(key=0, prompt=np.array([2], np.int32), max_tokens=1))
+    with pytest.raises(RequestTimeout):
+        await media.encode_source(add, (1, 2), context, 10.1)
 
 
 async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,10 +26,12 @@ class Asked:
     def __init__(self, family: str, texts: tuple[str, ...] = SAID, end: FinishReason = FinishReason.STOP) -> None:
         self.texts, self.end = texts, end
         self.requests: list[GenerateRequest] = []
+        self.timeouts: list[float] = []
         media: Any = self
-        self.transcriber = PromptedTranscriber(media, FORMS[family], self.ask, lambda tenant: None)
+        self.transcriber = PromptedTranscriber(media, FORMS[family], self.ask, lambda tenant: None, timeout=9.0)
 
-    async def read(self, prompt: Any, context: RequestContext, salt: str) -> PromptMedia:
+    async def read(self, prompt: Any, context: RequestContext, salt: str, timeout: float) -> PromptMedia:
+        self.timeouts.append(timeout)
         medium = PreparedMedium("audio", b"d", "<s>", {}, seconds=2.5)
         return PromptMedia(MediaText({"audio": "<s>"}, (("audio", "<s>"),)), {"audio": 1}, (medium,))
 
@@ -62,6 +64,7 @@ async def test_the_transcript_stands_behind_what_is_said_of_the_sound() -> None:
     ]
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (296, 0.0, 3)
     assert request.speech is None
+    assert asked.timeouts == [9.0], "as a request has that says nothing of it"
     assert await Asked("qwen3_asr", ("So it ", "goes")).transcript() == "So it goes"
 
 
