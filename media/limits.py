@@ -27,7 +27,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_waiting: int = 128
     """Media that are fetched or wait to be prepared; more are refused."""
     seconds: float = 20.0
-    """How long a medium may take to prepare, once it is its turn; a sound so much more for each ten minutes that it
+    """How long a medium may be computed with to prepare it; a sound so much more for each ten minutes that it
     may have."""
     fetch_seconds: float = 20.0
     """How long a file may take to fetch, redirects included."""

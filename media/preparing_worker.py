@@ -16,8 +16,11 @@ from .limits import MediaLimits
 from .preparing_process import PreparedAnswer, copy_arrays, make_answer
 
 _START_SECONDS = 120.0
-_NICENESS = 5
-"""A quarter of a core beside an engine that takes all of them: requests wait for it."""
+_NICENESS, _PATIENT_NICENESS = 5, 15
+"""Beside an engine that takes all cores the first has a quarter of one, the second a thirtieth: a decode step never
+waits for an image."""
+_PATIENCE = 10.0
+"""Meanwhile preparing may last so many times as long as it computes."""
 _KEPT = 16 << 20
 """Bytes of the shared memory that stay resident after an answer."""
 
@@ -36,8 +39,9 @@ class PreparingWorker:
             os.ftruncate(descriptor, size)
             self._memory = mmap.mmap(descriptor, size)
             arguments = (checkpoint, limits, descriptor, kinds)
+            niceness = _PATIENT_NICENESS if "image" in kinds else _NICENESS
             self._process = LimitedProcess(
-                "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=_NICENESS
+                "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=niceness
             )
         except (OSError, CallLost) as error:
             raise Unavailable(f"a process that prepares {self._nouns} cannot be started: {error}") from error
@@ -83,7 +87,7 @@ class PreparingWorker:
         return PreparedMedium(kind, digest, answer.placeholder, inputs, answer.grid, answer.seconds)
 
     def _ask(self, message: bytes, kind: MediaKind) -> PreparedAnswer:
-        limits = CallLimits(self._limits.seconds_for(kind), self._limits.memory_for(kind))
+        limits = CallLimits(self._limits.seconds_for(kind), self._limits.memory_for(kind), _PATIENCE)
         sent = self._process.call(message, limits)
         answer = msgspec.msgpack.decode(sent, type=PreparedAnswer)
         if answer.error is not None:

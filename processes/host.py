@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -194,6 +195,19 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def computing_seconds(pid: int) -> float | None:
+    """Seconds for which a process has had a processor, by POSIX' clock of it; None where it has ended, or there is no
+    such clock."""
+    if not hasattr(_libc, "clock_getcpuclockid"):
+        return None
+    clock = ctypes.c_int()
+    if _libc.clock_getcpuclockid(pid, ctypes.byref(clock)):
+        return None
+    with suppress(OSError):
+        return time.clock_gettime(clock.value)
+    return None
 
 
 def lower_thread_priority(niceness: int = _NICENESS) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from .child_process import describe_exit, python_child
+from .host import computing_seconds
 
 _START_SECONDS = 60.0
 _NICE = 15
@@ -24,10 +25,12 @@ Answer: TypeAlias = Callable[[bytes], bytes]
 
 
 class CallLimits(NamedTuple):
-    """The limits of one call: seconds, and bytes of memory beyond those of the started process."""
+    """The limits of one call: seconds, and bytes of memory beyond those of the started process. With a `patience` above
+    1 only seconds count for which the process has a processor; so many times as long may pass."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
+    patience: float = 1.0
 
 
 class TimeLimitExceeded(Exception):
@@ -91,7 +94,7 @@ class LimitedProcess:
         self.wait_until_ready(_START_SECONDS)
         try:
             self._connection.send_bytes(limits.memory.to_bytes(8, "little") + message)
-            answer = self._receive(limits.seconds)
+            answer = self._receive_answer(limits)
         except OSError:
             answer = b""
         if answer:
@@ -100,6 +103,18 @@ class LimitedProcess:
         if answer is None:
             raise TimeLimitExceeded(f"more than {limits.seconds:g} s")
         raise CallLost(ended)
+
+    def _receive_answer(self, limits: CallLimits) -> bytes | None:
+        """As `_receive`, within the limits."""
+        deadline = time.monotonic() + limits.seconds * limits.patience
+        computed, left = computing_seconds(self._process.pid), limits.seconds
+        answer = self._receive(left)
+        while answer is None and (seconds := computing_seconds(self._process.pid)) is not None:
+            left = min(limits.seconds - seconds + (computed or 0.0), deadline - time.monotonic())
+            if left <= 0:
+                break
+            answer = self._receive(left)
+        return answer
 
     def _receive(self, seconds: float) -> bytes | None:
         """The next message; None if none came in time, empty if the process has ended."""

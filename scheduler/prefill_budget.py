@@ -153,12 +153,13 @@ class PrefillLane:
 
 class WaitingPrompt(NamedTuple):
     """A prompt without a first token yet: it lacks `tokens` after `context`, and has waited `seconds`. `target`: the
-    seconds to its first token that are wanted; None leaves that to the balance."""
+    seconds to its first token that are wanted; None leaves that to the balance. `calm`: it may be late."""
 
     tokens: int
     context: int
     seconds: float
     target: float | None = None
+    calm: bool = False
 
 
 class StepDemand(NamedTuple):
@@ -226,9 +227,9 @@ class PrefillBudget:
     def bounded(self) -> bool:
         return not self._unbounded and self.time_model.calibrated
 
-    def is_long_prompt(self, tokens: int, context: int) -> bool:
-        """Whether a prompt that lacks `tokens` after `context` goes in the lane of long ones."""
-        return self.bounded and self.time_model.prompt_seconds(tokens, context) > LONG_PROMPT_SECONDS
+    def is_long_prompt(self, tokens: int, context: int, calm: bool = False) -> bool:
+        """Whether a prompt that lacks `tokens` after `context` goes in the lane of long ones, as all `calm` ones do."""
+        return self.bounded and (calm or self.time_model.prompt_seconds(tokens, context) > LONG_PROMPT_SECONDS)
 
     def is_decode_probe(self, decoding: StepWork) -> bool:
         """Whether this step is to tell what `decoding` alone costs."""
@@ -246,10 +247,12 @@ class PrefillBudget:
         bound = (demand.itl_target if demand.itl_target < inf else longest) - alone
         if not demand.balanced:
             return StepPace(model, demand, bound, bound)
-        part = min(CALM_STREAMS * max(len(demand.line), 1) / demand.decoding.decode_tokens, 1.0)
+        line = [prompt for prompt in demand.line if not prompt.calm]
+        waiting = len(line) if demand.line else 1
+        part = min(CALM_STREAMS * waiting / demand.decoding.decode_tokens, 1.0)
         calm = max((CALM_SLOWDOWN - 1) * part, LEAST_SLOWDOWN - 1) * alone
-        crowded = len(demand.line) > demand.decoding.decode_tokens
-        share = 1.0 if crowded else self._needed_share(demand.line)
+        crowded = len(line) > demand.decoding.decode_tokens
+        share = 1.0 if crowded else self._needed_share(line)
         needed = alone * share / (1 - share) if share < 1 else inf
         long = min(max(calm, min(needed, longest - alone)), bound)
         return StepPace(model, demand, long, min(max(long, SHORT_PROMPT_STEP_SECONDS - alone), bound))
@@ -259,7 +262,7 @@ class PrefillBudget:
         if len(line) < 2 and all(prompt.target is None for prompt in line):
             return 0.0  # nothing waits for it
         model, due = self.time_model, list[tuple[float, float]]()
-        for tokens, context, waited, target in line:
+        for tokens, context, waited, target, _ in line:
             patience = PATIENCE_SECONDS + PATIENCE_SLOWDOWN * model.prompt_seconds(context + tokens, 0)
             wanted = patience if target is None else TARGET_PART * target
             due.append((wanted - waited, model.prompt_seconds(tokens, context)))

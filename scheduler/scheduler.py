@@ -64,7 +64,8 @@ class Scheduler:
 
     def _measure_prompt(self, sequence: Sequence) -> None:
         sequence.shared = self._cache.shareable(sequence.hashes, sequence.shareable_tokens)
-        sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - sequence.shared, sequence.shared)
+        shared, calm = sequence.shared, sequence.has_media_after(sequence.shared)
+        sequence.long_prompt = self._prefill.is_long_prompt(sequence.known - shared, shared, calm)
         rows = self._rows
         if rows.states is not None:
             rows.states.ask_for_fork(sequence, rows.tables, rows.running, rows.scheduled)

@@ -216,6 +216,10 @@ class Sequence:
         """Tokens the host knows: prompt and outputs."""
         return len(self.spec.prompt) + len(self.outputs)
 
+    def has_media_after(self, computed: int) -> bool:
+        """Whether a place of its prompt after so many tokens takes what an encoder has made, as of an image."""
+        return bool(self.spec.embedded) and self.spec.embedded[-1].end > computed
+
     @property
     def token_limit(self) -> int:
         """Tokens at which it ends."""

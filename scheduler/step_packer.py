@@ -249,7 +249,8 @@ class StepPacker:
             target = sequence.target_ttft
             if target != inf and not sequence.outputs:
                 waited = self._clock - sequence.arrived_at
-                line.append(WaitingPrompt(sequence.known - computed, computed, waited, target))
+                calm = target is None and sequence.has_media_after(sequence.shared)
+                line.append(WaitingPrompt(sequence.known - computed, computed, waited, target, calm))
         return line
 
     def _fill(self, lane: PrefillLane, pending: list[_PendingPrefill], long: bool) -> None:
@@ -330,7 +331,8 @@ class StepPacker:
             self._short_of_tokens = True
             return
         row, missing = self._rows.admit(sequence, table, reserved), sequence.known - table.cached
-        sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached)
+        calm = sequence.has_media_after(table.cached)
+        sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached, calm)
         self._admitted_rows.append(row)
         self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)

@@ -130,8 +130,8 @@ OPENMP_SPINS = 5000
 """Rounds that a thread of OpenMP spins before it sleeps, some 0.1 ms: with fewer a small model gets slower, and with
 many more two models at once do."""
 
-NICENESS = 5
-"""It gives a process a third of an engine core's weight."""
+NICENESS, PATIENT_NICENESS = 5, 15
+"""The first gives a process a third of an engine core's weight, the second a thirtieth."""
 
 
 class InstanceTask(NamedTuple):
@@ -142,6 +142,7 @@ class InstanceTask(NamedTuple):
     config: ModelConfig
     placement: InstancePlacement
     parameters: dict[str, str]
+    niceness: int = NICENESS
 
 
 def resolve_loader(name: str) -> RuntimeLoader:
@@ -157,7 +158,7 @@ def resolve_loader(name: str) -> RuntimeLoader:
 
 def instance_main(connection: Connection, descriptors: tuple[int, int], task: InstanceTask) -> None:
     """Load a runtime, and execute until the server closes the connection."""
-    server = _connect(connection, descriptors)
+    server = _connect(connection, descriptors, task.niceness)
     try:
         loader = resolve_loader(task.loader)
         runtime = loader.load(task.directory, task.config, task.placement, task.parameters)
@@ -200,7 +201,7 @@ def completion_main(
     parameters: dict[str, str],
 ) -> None:
     """Complete a model's config, send it, and end."""
-    server = _connect(connection, descriptors)
+    server = _connect(connection, descriptors, NICENESS)
     try:
         completed = resolve_loader(loader).complete(directory, config, parameters)
     except BaseException as error:
@@ -208,13 +209,13 @@ def completion_main(
     return server.send(ConfigCompleted({**completed}))
 
 
-def _connect(connection: Connection, descriptors: tuple[int, int]) -> TensorConnection[ToInstance]:
+def _connect(connection: Connection, descriptors: tuple[int, int], niceness: int) -> TensorConnection[ToInstance]:
     """Lower the priority, and forward the log to the server. Called before the model's libraries are imported."""
     # By default waiting threads of OpenMP spin for milliseconds. Two models at once would each take several times as
     # long, and all threads of a language model would wait for one without a core.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
-    os.nice(NICENESS)
+    os.nice(niceness)
     server = TensorConnection[ToInstance](connection, descriptors, ToInstance)
     LogForwarder(server.send).install(logging.INFO)
     return server

@@ -9,7 +9,7 @@ import os
 import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing import Pipe
 from pathlib import Path
@@ -23,6 +23,8 @@ from ...processes.child_process import anonymous_file, describe_exit, python_chi
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
 from .instance_main import (
+    NICENESS,
+    PATIENT_NICENESS,
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,
@@ -61,6 +63,8 @@ class IsolatableLoader(RuntimeLoader):
     """Completing a config imports them, too, which the server must not."""
     always_isolated: bool = False
     """The server must never import them."""
+    niceness: int = NICENESS
+    """Of each process."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -69,7 +73,7 @@ class IsolatableLoader(RuntimeLoader):
         ends while it loads."""
         isolated, own = self._read(parameters)
         if isolated:
-            return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own))
+            return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own, self.niceness))
         return resolve_loader(self.loader).load(directory, config, placement, own)
 
     def uses_gpus(self) -> bool:
@@ -251,6 +255,8 @@ ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
 VISION = IsolatableLoader("charonia.classic_backends.vision.vision_backend:VISION", ISOLATED, library_bytes=250 << 20)
+PATIENT_VISION = replace(VISION, niceness=PATIENT_NICENESS)
+"""Gives way to steps that decode: what it makes stands in prompts, and is not all that a decoder reads."""
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)
 FIL = IsolatableLoader("charonia.classic_backends.tree_models:FIL", ISOLATED, completes_in_process=True)

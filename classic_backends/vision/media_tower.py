@@ -19,7 +19,7 @@ from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
 from ...core.request_context import RequestContext
 from ...core.runtime import Arrays, Parameters
-from ..isolated.isolated_runtime import VISION, IsolatableLoader
+from ..isolated.isolated_runtime import PATIENT_VISION, VISION, IsolatableLoader
 from ..model import ClassicModel
 from .vision_backend import (
     DEEPSTACK,
@@ -69,7 +69,7 @@ class MediaTower:
             own = {OWN_ENCODER: spec.own_encoder, OWN_ALIGNER: spec.own_aligner, QUANTIZATION: spec.quantization}
             parameters = {**parameters, **own}
         config = vision_config(name, version, files, spec.gpu, parameters)
-        loader: IsolatableLoader = VISION
+        loader: IsolatableLoader = VISION if spec.own_encoder else PATIENT_VISION
         self._model = ClassicModel(config, loader, directory)
         self._dtype = files.dtype
         self._spec = spec

@@ -95,7 +95,7 @@ class DrawnChunks(PrefillBudget):
         self._rule = rule
         self._most = config.max_num_batched_tokens
 
-    def is_long_prompt(self, tokens: int, context: int) -> bool:
+    def is_long_prompt(self, tokens: int, context: int, calm: bool = False) -> bool:
         return False
 
     def is_decode_probe(self, decoding: StepWork) -> bool:

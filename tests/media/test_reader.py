@@ -64,6 +64,11 @@ async def test_an_image_is_ready_for_the_encoder(reader: MediaReader) -> None:
     assert all(array.flags.owndata or array.base.flags.owndata for array in medium.inputs.values())
 
 
+async def test_preparing_gives_way_to_steps_that_decode(reader: MediaReader) -> None:
+    [worker] = reader._running
+    assert os.getpriority(os.PRIO_PROCESS, worker._process._process.pid) == min(os.nice(0) + 15, 19)
+
+
 async def test_a_content_is_prepared_once_for_each_tenant(reader: MediaReader) -> None:
     data, before = file_of(picture(seed=1)), series(reader)["prepared"]
     together = await asyncio.gather(*(reader.prepare(source(data), context("a")) for _ in range(4)))

@@ -16,6 +16,11 @@ def make(greeting: str) -> Answer:
         match message:
             case b"sleep":
                 time.sleep(60)
+            case b"nap":
+                time.sleep(0.3)
+            case b"spin":
+                while True:
+                    pass
             case b"eat":
                 return b"x" * (1 << 27)
             case b"end":
@@ -41,6 +46,15 @@ def test_it_answers_one_call_after_the_other(process: LimitedProcess) -> None:
 def test_what_takes_too_long_is_killed(process: LimitedProcess) -> None:
     with pytest.raises(TimeLimitExceeded, match=r"more than 0.05 s"):
         process.call(b"sleep", ROOM._replace(seconds=0.05))
+    assert not process.alive
+
+
+@pytest.mark.parametrize(("work", "patience"), [(b"sleep", 5.0), (b"spin", 600.0)])
+def test_a_patient_caller_counts_what_is_computed(process: LimitedProcess, work: bytes, patience: float) -> None:
+    """Whoever waits for a processor is not killed for it, but nobody is waited for without end."""
+    assert process.call(b"nap", ROOM._replace(seconds=0.1, patience=600.0)) == b"hello nap"
+    with pytest.raises(TimeLimitExceeded, match=r"more than 0.1 s"):
+        process.call(work, ROOM._replace(seconds=0.1, patience=patience))
     assert not process.alive
 
 

@@ -71,7 +71,7 @@ class FormerPace(StepPace):
 
 
 class FormerBudget(PrefillBudget):
-    def is_long_prompt(self, tokens: int, context: int) -> bool:
+    def is_long_prompt(self, tokens: int, context: int, calm: bool = False) -> bool:
         return self.bounded and self.time_model.prompt_seconds(tokens, context) > _LONG_PROMPT_SECONDS
 
     def pace(self, demand: StepDemand) -> StepPace:

@@ -2,15 +2,18 @@
 
 from math import inf
 from random import Random
+from statistics import median
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from charonia.extras.optimizer import simulation
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
 from charonia.extras.optimizer.simulated_request import SimulatedRequest, SimulatedResult
 from charonia.extras.optimizer.simulation import Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import StepPlan
+from charonia.scheduler.plan import EmbeddedSpan, StepPlan
 from charonia.scheduler.prefill_budget import (
     CALM_SLOWDOWN,
     IDLE_STEP_SECONDS,
@@ -23,6 +26,7 @@ from charonia.scheduler.prefill_budget import (
     StepWork,
     WaitingPrompt,
 )
+from charonia.scheduler.sequence import SequenceSpec
 
 from ..proofs.scheduler_latency import BF16, INT8, INT8_VNNI, burst, mixed, stall
 
@@ -63,9 +67,9 @@ def steps(
     machine: SimulatedMachine, config: SchedulerConfig, arrivals: list[SimulatedRequest]
 ) -> list[tuple[StepPlan, float]]:
     seen: list[tuple[StepPlan, float]] = []
-    simulation = Simulation(machine, unlimited_engine(config), watch=lambda plan, seconds: seen.append((plan, seconds)))
+    run = Simulation(machine, unlimited_engine(config), watch=lambda plan, seconds: seen.append((plan, seconds)))
     seen.clear()  # the warm-up's
-    simulation.run(arrivals)
+    run.run(arrivals)
     return seen
 
 
@@ -145,6 +149,42 @@ def test_a_step_is_longer_when_one_of_several_prompts_would_be_late() -> None:
     late = [SimulatedRequest(2.0, 2048, 1)] * 8
     calm, hurried = (gaps_beside(PACED, STREAMS * 2, late[:count]) for count in (2, 8))
     assert hurried > 2 * calm
+
+
+IMAGE_PROMPT = 300
+"""Tokens of the prompts that `images` makes prompts with an image."""
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = (EmbeddedSpan(16, 256, b"image", b"", "float32"),)
+
+    def spec(**fields: Any) -> SequenceSpec:
+        return SequenceSpec(**fields, embedded=image if len(fields["prompt"]) == IMAGE_PROMPT else ())
+
+    monkeypatch.setattr(simulation, "SequenceSpec", spec)
+
+
+@MACHINES
+@pytest.mark.usefixtures("images")
+def test_streams_never_wait_for_images(machine: SimulatedMachine) -> None:
+    """More of them than streams, and late: no step takes longer for it. Each gets on, and texts are as before."""
+    streams = [SimulatedRequest(0.0, 64, 700) for _ in range(8)]
+    *heard, alone = simulate(machine, PACED, [*streams, SimulatedRequest(2.0, 16, 1)])
+    usual = median(heard[0].gaps(1.0, 2.0))
+    *seen, last = simulate(machine, PACED, [*streams, *[SimulatedRequest(2.0, IMAGE_PROMPT, 1)] * 12])
+    assert max(seen[0].gaps(2.0, last.tokens[0])) <= 1.25 * LEAST_SLOWDOWN * usual
+    *read, last_text = simulate(machine, PACED, [*streams, *[SimulatedRequest(2.0, IMAGE_PROMPT - 1, 1)] * 12])
+    assert max(read[0].gaps(2.0, last_text.tokens[0])) > 2.5 * usual
+    assert alone.ttft < last_text.ttft < last.ttft <= 5 * last_text.ttft
+
+
+@pytest.mark.usefixtures("images")
+def test_an_image_that_a_client_wants_in_time_is_hurried() -> None:
+    late = SimulatedRequest(2.0, IMAGE_PROMPT, 1)
+    *_, calm = simulate(INT8, PACED, [*STREAMS, late, late])
+    *_, hurried = simulate(INT8, PACED, [*STREAMS, late, late._replace(target_ttft=calm.ttft / 2)])
+    assert hurried.ttft < 0.8 * calm.ttft
 
 
 @pytest.mark.parametrize("own", [False, True])

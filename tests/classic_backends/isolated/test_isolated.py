@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT, RESTART_PAUSE
-from charonia.classic_backends.isolated.instance_main import NICENESS, OPENMP_SPINS, InstanceTask, TensorConnection
+from charonia.classic_backends.isolated.instance_main import (
+    NICENESS,
+    OPENMP_SPINS,
+    PATIENT_NICENESS,
+    InstanceTask,
+    TensorConnection,
+)
 from charonia.classic_backends.isolated.isolated_runtime import (
     EXECUTION_PARAMETER,
     ISOLATED,
@@ -122,9 +128,9 @@ def model_config(**fields: Any) -> ModelConfig:
     return ModelConfig("subject", "1", "test", inputs=inputs, outputs=(TensorSpec("Y", "INT64", (-1,)),), **fields)
 
 
-def opened(directory: Path, **fields: Any) -> IsolatedRuntime:
+def opened(directory: Path, niceness: int = NICENESS, **fields: Any) -> IsolatedRuntime:
     return IsolatedRuntime(
-        InstanceTask(ORIGIN, directory, model_config(**fields), InstancePlacement(name="subject_0"), {})
+        InstanceTask(ORIGIN, directory, model_config(**fields), InstancePlacement(name="subject_0"), {}, niceness)
     )
 
 
@@ -171,21 +177,23 @@ def test_it_computes_in_another_process_whose_main_thread_is_the_models(runtime:
     assert Path(f"/proc/{made['Y'][0, 0]}/comm").read_text() == "charonia-model\n"
 
 
-@pytest.mark.parametrize(("told", "spins"), [(None, OPENMP_SPINS), ("passive", -1)])
+@pytest.mark.parametrize(
+    ("told", "spins", "niceness"), [(None, OPENMP_SPINS, NICENESS), ("passive", -1, PATIENT_NICENESS)]
+)
 def test_it_leaves_the_cores_to_others(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, spins: int
+    directory: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, spins: int, niceness: int
 ) -> None:
     """Unless the user has said how threads are to wait."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if told is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", told)
-    runtime = opened(directory)
+    runtime = opened(directory, niceness)
     try:
         [made] = runtime.execute({"DO": order("shares")}, ["Y"])
     finally:
         runtime.close()
-    assert made["Y"].tolist() == [[min(os.nice(0) + NICENESS, 19), spins]]
+    assert made["Y"].tolist() == [[min(os.nice(0) + niceness, 19), spins]]
 
 
 def test_outputs_stay_when_the_next_batch_comes(runtime: IsolatedRuntime) -> None:
