@@ -4,6 +4,10 @@ A model that sees, with random weights, streams eight texts while 32 pictures of
 the gaps between tokens of those streams, beside the median of the same streams alone; the longest gap in the answers
 for health; and how long pictures wait for their first token, seen for the first time and in a second turn. Then small
 pictures, each another one, come by the thousand, and the server's memory must not grow after the first half of them.
+At last the gaps are told of a model of half a billion weights, in int8, whose steps are longer.
+
+Streams are read by a process that does nothing else, and pictures sent by another with a low priority: see
+`neighbours.py`.
 """
 
 import asyncio
@@ -12,8 +16,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -29,15 +33,24 @@ from charonia.bench.trial import TrialVerdict, show_verdicts
 
 from ..e2e.models import write_model
 from ..seeing_models import picture, write_seeing
+from .neighbours import first_token, neighbours
 from .process_stats import read_server_stats
 from .stalls import GAP_SECONDS, gap_watcher, longest_gap
 
 NAME = "qwen2.5-vl"
 _STREAMS, _PICTURES = 8, 32
+_TURNS = 100
+"""Texts of a stream, one after the other: more than it has time for."""
 _LARGE, _SMALL = (1024, 768), (56, 56)
 _MOST_GAP, _MOST_SECOND_TURN, _MOST_GROWTH = 2.5, 0.15, 1.05
 """p99 of the gaps over the median alone, the second turn's TTFT over the first's, and memory over that of half of the
 pictures."""
+_PATIENCE = 150.0
+"""Seconds for which gaps are measured beside pictures at most, whether all are answered or not."""
+_WARM = 2.0
+"""Seconds before streams are measured."""
+_HEALTH_PAUSE = 0.01
+"""Seconds between two questions for health, which take their part of the two cores."""
 _PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 1 << 20}
 _TEXT = {
     "hidden_size": 512,
@@ -50,31 +63,56 @@ _TEXT = {
 }
 _EYE = {"depth": 6, "hidden_size": 256, "num_heads": 4, "intermediate_size": 512, "out_hidden_size": 512}
 
+
+class SeeingShape(NamedTuple):
+    """Sizes of a model that sees, and the parameters that it is served with."""
+
+    text: Mapping[str, Any]
+    eye: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+
+
+SMALL = SeeingShape(_TEXT, _EYE, {})
+"""25 million weights behind a tower of 5 million."""
+HALF_BILLION = SeeingShape(
+    _TEXT | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    _EYE | {"out_hidden_size": 896},
+    {"quantization": "int8"},
+)
+
 app = App(name="python -m tests.proofs.pictures", help=__doc__)
 
 
-class PicturesResult(NamedTuple):
-    """Seconds: `alone`, the median gap between tokens of streams; `beside`, their p99 gap while pictures come;
-    `health`, the longest gap in its answers; `first`, the median TTFT of pictures that come at once; `turns`, the TTFT
-    of a picture in a first and in a second turn. `growth`: the memory at the end over that of half-way."""
+class Gaps(NamedTuple):
+    """Seconds: `alone`, the median gap between tokens of streams; `beside`, their p99 gap while pictures come; `first`,
+    the median TTFT of those that were `answered` in time."""
 
     alone: float
     beside: float
-    health: float
     first: float
+    answered: int
+
+
+class PicturesResult(NamedTuple):
+    """Seconds: `gaps` of streams; `health`, the longest gap in its answers; `turns`, the TTFT of a picture in a first
+    and in a second turn. `growth`: the memory at the end over that of half-way."""
+
+    gaps: Gaps
+    health: float
     turns: tuple[float, float]
     growth: float
 
 
 @contextmanager
-def seeing_server() -> Iterator[ServerAddress]:
-    """A server with a model that sees: a text part of 25 million weights behind a tower of 5 million."""
+def seeing_server(shape: SeeingShape = SMALL) -> Iterator[ServerAddress]:
+    """A server with a model that sees."""
     with TemporaryDirectory(prefix="charonia-proof-") as scratch:
-        parts = {"text_config": _TEXT, "vision_config": _EYE}
+        parts = {"text_config": shape.text, "vision_config": shape.eye}
         checkpoint = write_seeing(Path(scratch) / "checkpoint", NAME, parts=parts)
         settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
         (checkpoint / "preprocessor_config.json").write_text(json.dumps(settings | {"size": _PIXELS}))
-        write_model(Path(scratch) / "models", NAME, checkpoint, max_num_seqs=64, kv_cache_bytes=512 << 20)
+        parameters = {"max_num_seqs": 64, "kv_cache_bytes": 512 << 20, **shape.parameters}
+        write_model(Path(scratch) / "models", NAME, checkpoint, **parameters)
         with own_server("--model-repository", str(Path(scratch) / "models")) as place:
             yield place
 
@@ -94,70 +132,36 @@ def question(*parts: dict[str, Any], tokens: int = 4, **fields: Any) -> dict[str
     return {"model": NAME, "messages": [{"role": "user", "content": content}], **asked, **fields}
 
 
-async def token_times(place: ServerAddress, body: dict[str, Any]) -> AsyncIterator[float]:
-    """When each chunk of an answer comes."""
-    encoded = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(place.host, place.http_port, limit=1 << 20)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % len(encoded) + encoded)
-    try:
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise ConnectionError((status + await reader.read()).decode())
-        async for line in reader:
-            if line.startswith(b"data: {") and b'"content"' in line:
-                yield time.perf_counter()
-    finally:
-        writer.close()
+async def _ask(place: ServerAddress, body: dict[str, Any]) -> float:
+    """The TTFT of a request."""
+    return await first_token(place, json.dumps(body).encode())
 
 
-async def first_token(place: ServerAddress, body: dict[str, Any]) -> float:
-    """The TTFT of a request whose whole answer is read."""
-    began = time.perf_counter()
-    times = [at async for at in token_times(place, body)]
-    return times[0] - began
-
-
-async def _gaps(place: ServerAddress, number: int, gaps: list[float]) -> None:
-    """Add the gaps of one stream after another, until this is cancelled."""
-    for turn in range(1 << 20):
-        text = {"type": "text", "text": f"Stream {number}, {turn}."}
-        async with aclosing(token_times(place, question(text, tokens=1000))) as times:
-            last = await anext(times)
-            async for at in times:
-                gaps.append(at - last)
-                last = at
-
-
-async def _neighbours(place: ServerAddress, seconds: float) -> tuple[list[float], list[float], list[float]]:
-    """The gaps of streams alone for so long, those while pictures come, and the TTFT of these."""
-    bodies = [question(image_part(_LARGE, number)) for number in range(1, _PICTURES + 1)]
-    gaps: list[float] = []
-    streams = [asyncio.create_task(_gaps(place, number, gaps)) for number in range(_STREAMS)]
-    try:
-        await asyncio.sleep(1)
-        gaps.clear()
-        await asyncio.sleep(seconds)
-        alone = gaps.copy()
-        gaps.clear()
-        firsts = await asyncio.gather(*[first_token(place, body) for body in bodies])
-        beside = gaps.copy()
-    finally:
-        for task in streams:
-            task.cancel()
-        ended = await asyncio.gather(*streams, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
-    return alone, beside, firsts
+def measure_gaps(place: ServerAddress, seconds: float, pictures: int = _PICTURES) -> Gaps:
+    """The gaps of streams alone for so long, and while pictures come."""
+    asyncio.run(_ask(place, question(image_part(_LARGE, 0))))  # what is done for the first time takes longer
+    texts = [
+        [question({"type": "text", "text": f"Stream {number}, {turn}."}, tokens=1000) for turn in range(_TURNS)]
+        for number in range(_STREAMS)
+    ]
+    bodies = [question(image_part(_LARGE, number)) for number in range(1, pictures + 1)]
+    with neighbours(place, texts, bodies, _PATIENCE) as load:
+        load.gaps()
+        time.sleep(_WARM)
+        load.gaps()
+        time.sleep(seconds)
+        alone = load.gaps()
+        firsts = load.send_others()
+        beside = load.gaps()
+    return Gaps(median(alone), quantiles(beside, n=100)[-1], median(firsts), len(firsts))
 
 
 async def _turns(place: ServerAddress) -> tuple[float, float]:
     """The TTFT of a picture in a first turn, and of the same conversation's second."""
     body = question(image_part(_LARGE, 1000))
-    first = await first_token(place, body)
+    first = await _ask(place, body)
     answer = [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "And then?"}]
-    return first, await first_token(place, body | {"messages": [*body["messages"], *answer]})
+    return first, await _ask(place, body | {"messages": [*body["messages"], *answer]})
 
 
 async def _growth(place: ServerAddress, count: int) -> float:
@@ -165,7 +169,7 @@ async def _growth(place: ServerAddress, count: int) -> float:
 
     async def ask(numbers: range) -> None:
         for number in numbers:
-            await first_token(place, question(image_part(_SMALL, number), tokens=1))
+            await _ask(place, question(image_part(_SMALL, number), tokens=1))
 
     async def ask_half(half: int) -> int:
         begin = 10_000 + half * count // 2
@@ -179,14 +183,17 @@ async def _growth(place: ServerAddress, count: int) -> float:
 
 def measure(place: ServerAddress, seconds: float, small: int) -> PicturesResult:
     """Put the load on a server of `seeing_server`."""
-    asyncio.run(first_token(place, question(image_part(_LARGE, 0))))  # what is done for the first time takes longer
-    with gap_watcher(place) as watch:
+    with gap_watcher(place, _HEALTH_PAUSE) as watch:
         longest_gap(watch)
-        alone, beside, firsts = asyncio.run(_neighbours(place, seconds))
+        gaps = measure_gaps(place, seconds)
         health = longest_gap(watch)
     turns = asyncio.run(_turns(place))
-    growth = asyncio.run(_growth(place, small))
-    return PicturesResult(median(alone), quantiles(beside, n=100)[-1], health, median(firsts), turns, growth)
+    return PicturesResult(gaps, health, turns, asyncio.run(_growth(place, small)))
+
+
+def _gap_verdict(name: str, gaps: Gaps) -> TrialVerdict:
+    what = f"p99 gap of streams beside pictures, over the median alone: {name}"
+    return TrialVerdict(what, gaps.beside / gaps.alone, _MOST_GAP, False)
 
 
 @app.default
@@ -203,14 +210,18 @@ def main(*, seconds: float = 5.0, small: int = 10_000) -> None:
     console = Console()
     with seeing_server() as place:
         result = measure(place, seconds, small)
-    table = table_of((), ("median gap alone", "p99 gap beside", "health", "TTFT of 32", "first turn", "second turn"))
-    times = (result.alone, result.beside, result.health, result.first, *result.turns)
-    table.add_row(*(f"{1e3 * seconds:.1f} ms" for time_of_one in times))
+    with seeing_server(HALF_BILLION) as place:
+        larger = measure_gaps(place, seconds)
+    table = table_of((), ("weights", "median gap alone", "p99 gap beside", "TTFT of 32", "answered"))
+    for name, gaps in (("25 million", result.gaps), ("half a billion", larger)):
+        times = (f"{1e3 * one:.1f} ms" for one in (gaps.alone, gaps.beside, gaps.first))
+        table.add_row(name, *times, str(gaps.answered))
     console.print(table)
+    turns = " and ".join(f"{1e3 * turn:.1f} ms" for turn in result.turns)
+    console.print(f"longest gap of health {1e3 * result.health:.1f} ms; TTFT of a first and of a second turn {turns}")
     verdicts = [
-        TrialVerdict(
-            "p99 gap of streams beside pictures, over the median alone", result.beside / result.alone, _MOST_GAP, False
-        ),
+        _gap_verdict("25 million weights", result.gaps),
+        _gap_verdict("half a billion", larger),
         TrialVerdict("gap of health, seconds", result.health, GAP_SECONDS, False),
         TrialVerdict("TTFT of a second turn over a first", result.turns[1] / result.turns[0], _MOST_SECOND_TURN, False),
         TrialVerdict("memory behind all pictures over half of them", result.growth, _MOST_GROWTH, False),

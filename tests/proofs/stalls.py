@@ -80,7 +80,7 @@ def server(*flags: str) -> Iterator[ServerAddress]:
             yield place
 
 
-def _watch(place: ServerAddress, told: Connection) -> None:
+def _watch(place: ServerAddress, pause: float, told: Connection) -> None:
     """The process that asks for health: on request it reports the longest gap since the last report."""
     connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
     longest, last = 0.0, time.monotonic()
@@ -94,13 +94,14 @@ def _watch(place: ServerAddress, told: Connection) -> None:
                 return
             told.send(longest)
             longest = 0.0
-        time.sleep(_PAUSE)
+        time.sleep(pause)
 
 
 @contextmanager
-def gap_watcher(place: ServerAddress) -> Iterator[Connection]:
+def gap_watcher(place: ServerAddress, pause: float = _PAUSE) -> Iterator[Connection]:
+    """A process that asks for health, so many seconds after each answer."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_watch, args=(place, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=_watch, args=(place, pause, theirs))
     process.start()
     try:
         yield ours
