@@ -110,15 +110,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_380,
-    "processes": 1_160,
+    "core": 2_390,
+    "processes": 1_185,
     "telemetry": 3_025,
     "kvcache": 1_530,
     "tokenization": 4_050,
-    "media": 1_390,
-    "scheduler": 2_360,
-    "engine": 31_005,
-    "classic_backends": 8_695,
+    "media": 1_395,
+    "scheduler": 2_370,
+    "engine": 31_025,
+    "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,
@@ -129,8 +129,8 @@ BUDGETS = {
     "extras/console": 600,
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
-    "bench": 7_385,
-    "cli": 2_820,
+    "bench": 7_390,
+    "cli": 2_825,
     "extras/optimizer": 4_050,
     "inprocess": 1_400,
 }
