@@ -193,6 +193,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
             raise CheckpointError(f"{directory} is in Mistral's own form (params.json); that of transformers is read")
         hint = "" if Path(model).is_dir() else " (of a model in GGUF, name the file's kind: owner/name:Q4_K_M)"
         raise CheckpointError(f"{directory / 'config.json'}: missing; a checkpoint needs it beside its weights{hint}")
+    if config.get("model_type") == "voxtral_realtime":
+        raise CheckpointError(f"{directory}: Voxtral Realtime is not served: its sounds are added to its texts")
     part = text_config(config)
     return Checkpoint(directory, with_stored_dtype(config if part is None else part, directory), part is not None)
 

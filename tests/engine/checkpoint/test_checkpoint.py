@@ -209,6 +209,21 @@ def test_which_layers_look_through_a_window(
     assert [view.window for view in read_spec(config | changes, "here").attention] == windows
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("params.json", {"dim": 8}, "is in Mistral's own form"),
+        ("config.json", {"model_type": "voxtral_realtime"}, "Voxtral Realtime is not served"),
+    ],
+)
+def test_mistrals_forms_that_are_not_read_are_named(
+    tmp_path: Path, file: str, content: dict[str, Any], complaint: str
+) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=complaint):
+        open_checkpoint(tmp_path)
+
+
 def test_names_of_ours_mean_nothing_in_a_config() -> None:
     ours = {"attention_sinks": True, "float32_router": True, "mlp_matrices": 2, "sigmoid_router": True}
     ours |= {"query_growth": 0.1, "rotates": [0, 0], "group_judges": 1, "least_weight_sum": 1.0}
