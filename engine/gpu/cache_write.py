@@ -136,7 +136,8 @@ def write_cache(
 def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
     """A tile of heads, with a warp for each 256 of its numbers, 1 to 8, and twice as many for codes."""
     dims = next_power_of_2(shape.head_dim)
-    lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), 16 if dims <= 256 else 8)
+    most = 16 if dims < 256 or (dims == 256 and shape.codes is None) else 8
+    lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), most)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
     tile = {"LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
     warps = min(max(lines * dims // 256, 1), 8)

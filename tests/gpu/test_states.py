@@ -45,10 +45,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
-def step(kept: LayerSlots, rows: list[int], counts: list[int], saves: list[tuple[int, int, int]]) -> StepSlotStates:
-    """A step of rows of which the first begins now."""
+def step(
+    kept: LayerSlots, rows: list[int], counts: list[int], saves: list[tuple[int, int, int]], start: int = 5
+) -> StepSlotStates:
+    """A step of rows of which the first begins now, from position `start` on."""
     tables = (torch.zeros(ROWS, 1, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.int64))
-    batch = StepBatch(rows, [5] * len(rows), counts, *tables, 16)
+    batch = StepBatch(rows, [start] * len(rows), counts, *tables, 16)
     sources = [-1 if row == 0 else row for row in rows]
     return StepSlotStates([kept], batch, StepStates(sources, saves), LayerStates([], []))
 
@@ -66,22 +68,23 @@ def convolutions(short: bool) -> tuple[Layer, Layer, int, int]:
     return by_torch, by_kernel, channels, taps - 1
 
 
-def recurrences(shape: RecurrenceShape) -> tuple[Layer, Layer]:
+def recurrences(shape: RecurrenceShape, chunked: bool = False) -> tuple[Layer, Layer]:
     from charonia.engine.gpu.recurrence import TritonRecurrence
 
     rates, bias = -random(shape.heads).abs(), random(shape.heads)
     if shape is DELTA:
         reference = TorchRecurrence(shape, DeltaRuleGates(rates, bias, 0, shape.heads))
-        kernel = TritonRecurrence(shape, 0, shape.heads, ScanSteps(rates, bias, None))
+        kernel = TritonRecurrence(shape, 0, shape.heads, ScanSteps(rates, bias, None), chunked)
     else:
         steps = ScanSteps(rates, bias, rates)
-        reference, kernel = TorchRecurrence(shape, TorchScanSteps(steps, 0)), TritonRecurrence(shape, 0, None, steps)
+        reference = TorchRecurrence(shape, TorchScanSteps(steps, 0))
+        kernel = TritonRecurrence(shape, 0, None, steps, chunked)
     by_torch: Layer = lambda x, gates, kept, states: reference(x, gates, kept, states)  # noqa: E731
     by_kernel: Layer = lambda x, gates, kept, states: kernel(x, gates, kept, states.on_device)  # noqa: E731
     return by_torch, by_kernel
 
 
-def compare(by_torch: Layer, by_kernel: Layer, inputs: tuple[Tensor, Tensor], kept: Tensor) -> None:
+def compare(by_torch: Layer, by_kernel: Layer, inputs: tuple[Tensor, Tensor], kept: Tensor, cut: int = 4) -> None:
     """Results and what is kept, and the bits of the long row alone; its tokens after a cut, too."""
     slots = LayerSlots(kept, kept)
     right, found, alone = kept.clone(), kept.clone(), kept.clone()
@@ -91,9 +94,9 @@ def compare(by_torch: Layer, by_kernel: Layer, inputs: tuple[Tensor, Tensor], ke
     torch.testing.assert_close(out, expected, atol=bound * float(expected.abs().max()), rtol=bound)
     torch.testing.assert_close(found, right, atol=bound * float(right.abs().max()), rtol=bound)
     pieces, first = [], COUNTS[0]
-    for count in (4, LONG - 4):
+    for count in (cut, LONG - cut):
         own = [part[first : first + count] for part in inputs]
-        pieces.append(by_kernel(own[0], own[1], alone, step(slots, [1], [count], [])))
+        pieces.append(by_kernel(own[0], own[1], alone, step(slots, [1], [count], [], 5 + first - COUNTS[0])))
         first += count
     assert torch.equal(torch.cat(pieces), out[COUNTS[0] : COUNTS[0] + LONG])
     assert torch.equal(alone[1], found[1])
@@ -114,6 +117,17 @@ def test_recurrences(shape: RecurrenceShape, dtype: torch.dtype) -> None:
     x = random(sum(COUNTS), shape.channels, dtype=dtype)
     gates = random(sum(COUNTS), 2 * shape.heads, dtype=dtype)
     compare(by_torch, by_kernel, (x, gates), random(ROWS + 3, shape.heads, shape.key_size, shape.value_size))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tests/engine/gpu/test_chunks.py has them on the interpreter")
+@pytest.mark.parametrize("shape", [DELTA, SCAN], ids=["delta", "scan"])
+def test_recurrences_by_chunks(shape: RecurrenceShape) -> None:
+    """Cut where a chunk ends."""
+    by_torch, by_kernel = recurrences(shape, chunked=True)
+    x = random(sum(COUNTS), shape.channels, dtype=torch.bfloat16)
+    gates = random(sum(COUNTS), 2 * shape.heads, dtype=torch.bfloat16)
+    kept = random(ROWS + 3, shape.heads, shape.key_size, shape.value_size)
+    compare(by_torch, by_kernel, (x, gates), kept, 48 - 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
