@@ -104,8 +104,8 @@ def _fetch(hub_id: str, files: Sequence[str]) -> Path:
 
     name, _, revision = hub_id.partition("@")
     try:
-        patterns = {"allow_patterns": list(files), "ignore_patterns": [_MISTRALS_WEIGHTS]}
-        return Path(snapshot_download(name, revision=revision or None, **patterns))
+        wanted, left_out = list(files), [_MISTRALS_WEIGHTS]
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=left_out))
     except (OSError, ValueError) as error:
         raise NotFound(
             f"{hub_id!r} is neither a directory nor a model that the hub would give (if it is one, hf download {name} "

@@ -43,7 +43,7 @@ def load_gemma3n_ear(files: VisionFiles, dtype: torch.dtype, device: str) -> Tow
     """The encoder of sounds of a Gemma 3n alone: transformers' whole model wants the library of its images' tower."""
     from transformers.models.gemma3n import modeling_gemma3n as gemma3n
 
-    class Gemma3nEar(gemma3n.Gemma3nPreTrainedModel):
+    class Gemma3nEar(gemma3n.Gemma3nPreTrainedModel):  # type: ignore[no-untyped-call]
         """The parts of `Gemma3nModel` that a sound goes through."""
 
         get_audio_features = gemma3n.Gemma3nModel.get_audio_features
@@ -52,7 +52,7 @@ def load_gemma3n_ear(files: VisionFiles, dtype: torch.dtype, device: str) -> Tow
             super().__init__(config)
             self.audio_tower = gemma3n.Gemma3nAudioEncoder(config.audio_config)
             self.embed_audio = gemma3n.Gemma3nMultimodalEmbedder(config.audio_config, config.text_config)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
     weights = {name.removeprefix("model."): tensor for name, tensor in read_weights(files).items()}
     with loading(files):
