@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_050,
     "media": 1_395,
     "scheduler": 2_370,
-    "engine": 31_025,
+    "engine": 31_045,
     "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,

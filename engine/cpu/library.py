@@ -53,6 +53,7 @@ SIGNATURES = {
     "charonia_choice_fields": ">s",
     "charonia_sample": "pppllli",
     "charonia_forbid_tokens": "pplllli",
+    "charonia_rank_tokens": "pppplll",
     "charonia_provide_masks": "pp",
     "charonia_uniform": "ppl",
     "charonia_matmul": "ppllpl",

@@ -4,6 +4,7 @@
    A weight is 2^-below, where `below` is how many halvings a token is less likely than the likeliest, whose weight is 1.
    Whoever wants tokens in order of weight counts them into buckets by `below`, and sorts only the bucket that matters. */
 #include <float.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "parallel_region.h"
@@ -208,6 +209,26 @@ EXPORT void charonia_sample(const void *logits, const struct choice *choices, in
                             int64_t n, int kind)
 {
     FOR_LOGITS(out[row] = sample_token(x, n, kind, choices + row));
+}
+
+typedef double survey(const Row *, int64_t, int64_t, float, int64_t *);
+
+static survey *const surveys[LEVELS] = ALL_LEVELS(survey);
+
+/* normalisers [rows] = the logarithm of the sum of the exponentials of each row's n logits, float32; ranks [rows] = how
+   many tokens are likelier than the row's token, and 1. A row's are the same whatever rows are beside it. */
+EXPORT void charonia_rank_tokens(const float *logits, const int64_t *tokens, double *normalisers, int64_t *ranks, int64_t rows,
+                           int64_t stride, int64_t n)
+{
+    const int kind = F32;
+    FOR_LOGITS({
+        const float *own = (const float *)x;
+        Row whole = {own, n, kind, argmax_of(own, n, kind), 0, LOG2E};
+        whole.top = number(&whole, whole.likeliest);
+        ranks[row] = 1;
+        const double total = surveys[charonia_level()](&whole, 0, n, own[tokens[row]], ranks + row);
+        normalisers[row] = whole.top + log(total);
+    });
 }
 
 #define CHOICE_TEXT(type, name) #type " " #name ";"

@@ -39,6 +39,20 @@ def sample_tokens(logits: Tensor, sampling: SamplingArray) -> Tensor:
     return out
 
 
+def rank_tokens(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithms of the sums of exponentials float64 [S] of float32 logits [S, vocabulary] on a device that
+    `library.supports`, and int64 [S] how many tokens are likelier than int64 `tokens` [S], and 1. Each row's are the
+    same whatever rows are beside it."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    tokens = tokens.contiguous()
+    rows, n = logits.shape
+    normalisers = torch.empty(rows, dtype=torch.float64)
+    ranks = torch.empty(rows, dtype=torch.int64)
+    addresses = logits.data_ptr(), tokens.data_ptr(), normalisers.data_ptr(), ranks.data_ptr()
+    library.bind_function("charonia_rank_tokens")(*addresses, rows, logits.stride(0), n)
+    return normalisers, ranks
+
+
 def forbid_tokens(logits: Tensor, masks: MaskArray) -> None:
     """Make logits [S, vocabulary], float32 or bfloat16 and contiguous, minus infinity in place where `masks` [S, words]
     do not allow the token. Where that leaves nothing, the first allowed token becomes possible."""

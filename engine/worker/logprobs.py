@@ -15,6 +15,8 @@ from torch import Tensor
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...scheduler.plan import LongArray, StepPlan
 from ..config import LOGITS_PIECE
+from ..cpu import library
+from ..cpu.sampling import rank_tokens
 from ..gpu import runtime
 from ..step_batch import StepBatch, end_ranges, gather_entries, to_device
 
@@ -55,7 +57,7 @@ def sampled_logprobs(
     [W, vocabulary] and `tokens` int64 [W] are those of the wanted samples."""
     logits = logits.float()
     most = max(report.top for report in wanted.values())
-    measured = *measure_logprobs(logits, tokens, most), measure_ranks(logits, tokens)
+    measured = _measure_samples(logits, tokens, most)
     logprobs: list[Logprobs | None] = [None] * size
     for line, ((place, report), own, ids, values, rank) in enumerate(
         zip(wanted.items(), *(column.tolist() for column in measured), strict=True)
@@ -66,6 +68,16 @@ def sampled_logprobs(
             named = [float(logits[line, token]) - total for token in report.ids]
         logprobs[place] = Logprobs(own, [*ids[: report.top], *report.ids], [*values[: report.top], *named], rank)
     return logprobs
+
+
+def _measure_samples(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `measure_logprobs`, and the ranks of the tokens."""
+    if not library.supports(logits.dtype, logits.device):
+        return *measure_logprobs(logits, tokens, top_n), measure_ranks(logits, tokens)
+    normalisers, ranks = rank_tokens(logits, tokens)
+    values, ids = logits.topk(min(top_n, logits.shape[-1]))
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - normalisers
+    return chosen, ids, values - normalisers.unsqueeze(-1), ranks
 
 
 def measure_ranks(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from charonia.core.errors import Internal
 from charonia.engine.cpu import library
+from charonia.engine.cpu.sampling import rank_tokens
 from charonia.engine.step_batch import SAMPLING_DTYPE, SamplingArray
 from charonia.engine.worker.sampler import counter_uniform, sample
 
@@ -172,3 +173,23 @@ def test_shares_are_probabilities(level: str, asked: dict[str, Any]) -> None:
 
 def test_no_rows_have_no_tokens(level: str) -> None:
     assert sample(torch.empty(0, 5), choices(0)).tolist() == []
+
+
+@pytest.mark.parametrize("n", [1, 7, 2048, 51_865])
+def test_normalisers_and_ranks(level: str, n: int) -> None:
+    logits = some_logits(5, n)
+    tokens = torch.tensor([0, n // 2, n - 1, n // 3, int(logits[4].argmax())])
+    normalisers, ranks = rank_tokens(logits, tokens)
+    own = logits.gather(-1, tokens[:, None])
+    torch.testing.assert_close(normalisers, logits.double().logsumexp(-1), atol=1e-5, rtol=0)
+    assert ranks.tolist() == ((logits > own).sum(-1) + 1).tolist()
+    for row in range(5):
+        alone = rank_tokens(logits[row : row + 1], tokens[row : row + 1])
+        assert [column.item() for column in alone] == [column[row].item() for column in (normalisers, ranks)]
+
+
+def test_normalisers_of_what_is_no_number_are_none(level: str) -> None:
+    logits = torch.tensor([[0.0, torch.nan, 1.0], [torch.inf, 0.0, 1.0], [0.0, -torch.inf, 1.0]])
+    normalisers, _ = rank_tokens(logits, torch.tensor([0, 0, 1]))
+    assert normalisers[:2].isnan().all()
+    assert normalisers[2].isfinite()
