@@ -14,7 +14,8 @@ from ..core.request import GenerateRequest
 from ..core.tensor import NUMPY_TYPES, Tensor
 from ..engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ..engine.client.engine import EngineCapabilities
-from ..engine.client.token_stream import SequenceStats, TokenStream
+from ..engine.client.sequence_stats import SequenceStats
+from ..engine.client.token_stream import TokenStream
 from ..engine.core.messages import AddRequest, CoreReady
 from ..telemetry.llm_metrics import EngineState
 from .hub_connection import HubConnection

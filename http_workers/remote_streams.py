@@ -3,7 +3,7 @@ streams."""
 
 from ..core.errors import CharoniaError
 from ..core.request import FinishReason
-from ..engine.client.token_stream import TokenStream
+from ..engine.client.token_stream import TokenStream, push_step
 from .sequence_messages import SequenceSteps
 
 
@@ -41,12 +41,9 @@ class RemoteStreams:
             if key in streams:
                 streams[key].stats.drafts += drafts
         logprobs = dict(steps.logprobs)
-        tokens, begin = steps.tokens, 0
-        for key, count in zip(steps.keys, steps.counts, strict=True):
-            stream, end = streams.get(key), begin + count
-            if stream is not None and count:
-                stream.push(tokens[begin:end], at, logprobs.get(key, ()))
-            begin = end
+        for key, part in push_step(streams, steps.keys, steps.counts, steps.tokens, at):
+            if tokens := steps.tokens[part]:
+                streams[key].push(tokens, at, logprobs.get(key, ()))
         for key, reason in steps.finished:
             if key in streams:
                 streams[key].finish(FinishReason(reason))

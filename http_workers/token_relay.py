@@ -20,7 +20,8 @@ from ..core.request_context import RequestContext
 from ..core.sampling import SamplingParams
 from ..engine.client.admission import QueueTicket
 from ..engine.client.llm import LlmModel
-from ..engine.client.token_stream import SequenceStats, TokenStream
+from ..engine.client.sequence_stats import SequenceStats
+from ..engine.client.token_stream import TokenStream
 from .hub_link import HubLink
 from .sequence_messages import SequenceSteps, SubmitSequence
 

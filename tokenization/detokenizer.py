@@ -25,26 +25,27 @@ class ByteDetokenizer:
     """A detokenizer for byte-level vocabularies, where a token's bytes do not depend on its neighbours."""
 
     def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
-        self._table, self._texts = table, table.texts
+        self._table, self.texts, self.texts_without = table, table.texts, table.texts_without
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._incomplete = False
+        self.incomplete = False
+        """Whether the text so far ends within a character."""
         self.push(context)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; an incomplete character waits for the next call."""
-        alone = len(ids) == 1 and not self._incomplete
-        if alone and (known := self._texts.get(ids[0])) is not None:
+        alone = len(ids) == 1 and not self.incomplete
+        if alone and (known := self.texts.get(ids[0])) is not None:
             return known
         table = self._table
         text = self._decoder.decode(b"".join([table[token] for token in ids]))
-        self._incomplete = bool(self._decoder.getstate()[0])
-        if alone and not self._incomplete:
-            self._texts[ids[0]] = text
+        self.incomplete = bool(self._decoder.getstate()[0])
+        if alone and not self.incomplete:
+            self.texts[ids[0]] = text
         return text
 
     def finish(self) -> str:
         """The rest of the text; bytes that form no character become U+FFFD."""
-        self._incomplete = False
+        self.incomplete = False
         return self._decoder.decode(b"", True)
 
 
@@ -56,13 +57,19 @@ class WindowDetokenizer:
         0                              _emitted    len
     """
 
+    incomplete = False
+
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], special: bool = False) -> None:
         self._decode = partial(tokenizer.decode, special=special)
+        self.texts: dict[int, str] = {}  # no token has one by itself
         self._window = list(context)
         # A prompt may end with half a character, which the first tokens complete.
         ends = range(len(self._window), 0, -1)
         whole = (end for end in ends if not self._decode(self._window[:end]).endswith(_INCOMPLETE))
         self._emitted = next(whole, len(self._window))
+
+    def texts_without(self, letters: frozenset[str]) -> dict[int, str]:
+        return self.texts
 
     def push(self, ids: Sequence[int]) -> str:
         self._window.extend(ids)
@@ -92,9 +99,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
-        self._first_letters = frozenset(stop[0] for stop in stops)
+        self.first_letters: frozenset[str] = frozenset(stop[0] for stop in stops)
         self._include = include
-        self._held = ""
+        self.held = ""
         """The longest end of the text that a string begins with."""
         self.matched: str | None = None
 
@@ -103,25 +110,25 @@ class StopStrings:
 
     def lets_pass(self, piece: str) -> bool:
         """Whether a piece of the text is shown as it is: no string begins in it or before it, as in most."""
-        return not self._held and self._first_letters.isdisjoint(piece)
+        return not self.held and self.first_letters.isdisjoint(piece)
 
     def push(self, piece: str) -> str:
         """The text that may be shown by now; nothing more once a string was `matched`."""
-        held = self._held
+        held = self.held
         if self.matched is not None:
             return ""
         if self.lets_pass(piece):
             return piece
         begun = held
         for end, letter in enumerate(piece, start=len(held) + 1):
-            if begun or letter in self._first_letters:
+            if begun or letter in self.first_letters:
                 begun = self._begun_end(begun + letter)
                 complete = [stop for stop in self._stops if begun.endswith(stop)]
                 if complete:
                     self.matched = max(complete, key=len)
-                    self._held = ""
+                    self.held = ""
                     return (held + piece)[: end if self._include else end - len(self.matched)]
-        self._held = begun
+        self.held = begun
         return (held + piece).removesuffix(begun)
 
     def _begun_end(self, text: str) -> str:
@@ -132,6 +139,6 @@ class StopStrings:
 
     def finish(self) -> str:
         """The rest of the text at its end, which was no stop string."""
-        rest = self._held
-        self._held = ""
+        rest = self.held
+        self.held = ""
         return rest

@@ -40,6 +40,10 @@ def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
         return TokenPiece(text, text.encode())
 
 
+_LETTER_SETS = 16
+"""Sets of letters for which the texts without them are kept."""
+
+
 class TokenBytes(dict[int, bytes]):
     """The bytes that each token of a byte-level vocabulary adds to a text. Tokens that decoding leaves out, and
     `hidden` ones, add none."""
@@ -49,6 +53,16 @@ class TokenBytes(dict[int, bytes]):
         self._backend = backend
         self.texts: dict[int, str] = {}
         """The text that a detokenizer has made of a token by itself, where no character is begun before or after it."""
+        self._without: dict[frozenset[str], dict[int, str]] = {}
+
+    def texts_without(self, letters: frozenset[str]) -> dict[int, str]:
+        """Those of `texts` that have none of these letters, as far as somebody has put them there; the same for all who
+        ask for the same letters, as long as few others do."""
+        if not letters:
+            return self.texts
+        if len(self._without) >= _LETTER_SETS:
+            self._without.pop(next(iter(self._without)))
+        return self._without.setdefault(letters, {})
 
     def __missing__(self, token: int) -> bytes:
         with NativeCall(_FAILED):

@@ -21,6 +21,7 @@ from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import answer_headers, record_error
 from .request_cycle import Http11Cycle, chunk_writer, cycle_behind, take_complete_body
+from .text_event import TextEvent
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,8 @@ class EventEncoder(Protocol[T_contra]):
 
     @property
     def encode_text(self) -> Callable[[str], bytes] | None:
-        """Encodes an item, not the first, that is nothing but the text; None if it has to see every item."""
+        """Encodes an item, not the first, that is nothing but the text; None if it has to see every item. A `TextEvent`
+        if all the others are alike."""
 
     def encode_end(self) -> bytes:
         """The events after the last item."""
@@ -229,7 +231,10 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             if direct is not None and cycle is not None:
                 direct.sink = cycle.sink(self._encode_now)
                 encode_text = self._encoder.encode_text
-                direct.text_sink = None if encode_text is None else cycle.sink(encode_text)
+                if isinstance(encode_text, TextEvent) and cycle.takes_chunks:
+                    direct.text_sink = cycle.text_sink(encode_text)
+                elif encode_text is not None:
+                    direct.text_sink = cycle.sink(encode_text)
             async for item in self._items:
                 body = await self._encode(item)
                 if body:

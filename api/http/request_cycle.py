@@ -7,9 +7,10 @@ keeps it open.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence, Sized
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -18,6 +19,8 @@ from uvicorn.server import ServerState
 from ..size_limits import BODY_TIMEOUT, SLOW_BODY_BYTES, SLOW_BODY_SECONDS
 from .error_responses import BodyTimeout, BodyTooSlow
 from .request_head import parse_target
+from .text_event import MOST_TEXT, ChunkHeads, TextEvent
+from .write_coalescer import MOST_PARTS, WriteCoalescer
 
 T = TypeVar("T")
 
@@ -25,70 +28,6 @@ _EXTENSION = "charonia.direct"
 _ACCESS_LOG = logging.getLogger("uvicorn.access")
 _JOINED_BYTES = 1 << 16
 """Responses up to this size are copied into one piece, larger ones are written apart."""
-
-_MOST_WAITING = 16
-"""Responses that wait for each other: the first for as long as it takes to make the others."""
-
-MOST_PARTS = 64
-"""Parts of responses that wait for each other: they are made faster."""
-
-
-class WriteCoalescer:
-    """Responses, and parts of them, of an event loop's connections, until the turn of the loop ends.
-
-    A write that wakes its reader's process costs several times as much as the next ones, that find it awake.
-    """
-
-    def __init__(self, connections: Sized) -> None:
-        """`connections`: those of the event loop that are open."""
-        self._connections = connections
-        self._responses: dict[asyncio.Transport, bytes] = {}
-        self.parts: list[tuple[asyncio.Transport, bytes]] = []
-        """Parts of responses, in their order; always this list. The first of a turn and the last are to be `bound`."""
-        self._turn: asyncio.Handle | None = None
-
-    def write_soon(self, transport: asyncio.Transport, response: bytes) -> None:
-        """Write a response when the turn ends or enough wait. Whatever else writes to its connection flushes before."""
-        is_alone = len(self._connections) < 2
-        if is_alone or transport in self._responses:
-            self.flush()
-        if is_alone:  # nobody else's response could go with it
-            transport.write(response)
-            return
-        self._responses[transport] = response
-        self.bound(len(self._responses), _MOST_WAITING)
-
-    def write_part(self, transport: asyncio.Transport, part: bytes) -> None:
-        """As `write_soon`. A part behind one that waits flushes that: whether its client reads is then known."""
-        if self.parts and self.parts[-1][0] is transport:
-            self.flush()
-        self.parts.append((transport, part))
-        self.bound(len(self.parts), MOST_PARTS)
-
-    def bound(self, waiting: int, most: int) -> None:
-        """Have what waits written when the turn ends, or now if it is the `most` that may."""
-        if waiting >= most:
-            self.flush()
-        elif self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._end_turn)
-
-    def flush_for(self, transport: asyncio.Transport) -> None:
-        """Write what waits, if some of it may be this transport's."""
-        if self.parts or transport in self._responses:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write all that waits."""
-        waiting = [*self._responses.items(), *self.parts]
-        self._responses.clear()
-        self.parts.clear()
-        for transport, response in waiting:
-            if not transport.is_closing():
-                transport.write(response)
-
-    def _end_turn(self) -> None:
-        self._turn = None
-        self.flush()
 
 
 class HttpServerState(ServerState):
@@ -224,6 +163,29 @@ class Http11Cycle(RequestResponseCycle):
                     parts.append((transport, b"%x\r\n%b\r\n" % (len(body), body)))
                     if len(parts) == 1 or len(parts) == MOST_PARTS:
                         coalescer.bound(len(parts), MOST_PARTS)
+            return True
+
+        return write
+
+    def text_sink(self, event: TextEvent) -> Callable[[str], bool]:
+        """As `sink`, of a stream that has begun: what writes the part of the response that is the event of a text."""
+        flow = self.flow
+        transport = self.transport
+        coalescer = self._state.coalescer
+        parts = coalescer.parts
+        heads = ChunkHeads(event)
+        behind = event.behind + b"\r\n"
+        encode = orjson.dumps
+
+        def write(text: str) -> bool:
+            if flow.write_paused or self.response_complete or len(text) > MOST_TEXT:
+                return False
+            data = encode(text)
+            self.chunks_written += 1
+            parts.append((transport, heads[len(data)] + data + behind))
+            waiting = len(parts)
+            if waiting == 1 or waiting == MOST_PARTS:
+                coalescer.bound(waiting, MOST_PARTS)
             return True
 
         return write

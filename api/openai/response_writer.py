@@ -16,6 +16,7 @@ from ...core.logprobs import PromptToken, ScoredText, TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
+from ..http.text_event import TextEvent
 from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec
 from .token_logprobs import JsonObject, logprob_columns, prompt_entries, token_entries
@@ -246,10 +247,9 @@ class OpenAIResponseWriter:
         around = self._template(0, True, False) % {b"text": _TEXT, b"logprobs": _LOGPROBS}
         before, rest = around.split(_TEXT)
         between, after = rest.split(_LOGPROBS)
-        encode = orjson.dumps
         if self._spec.logprobs is None:
-            behind = between + b"null" + after
-            return lambda text: before + encode(text) + behind
+            return TextEvent(before, between + b"null" + after)
+        encode = orjson.dumps
         logprobs, offsets, spec = self._format.logprobs, self._offsets, self._spec
 
         def scored_event(text: str) -> bytes:

@@ -6,7 +6,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from asyncio import to_thread
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
 from functools import partial
 from secrets import token_hex
@@ -28,6 +28,7 @@ from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
+from ..http.text_event import MOST_TEXT, TextEvent
 from ..infer_call import is_empty_final, read_up_to_two, release_memory_after
 from ..metadata import ServerInfo, server_metadata
 from .generate import (
@@ -154,17 +155,8 @@ class GenerateEventEncoder:
         return b"" if ended else self._encode(response)
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
-        if self._limit < 8 * SHORT_TEXT_BYTES:
-            return None
-        before, after = self._around_text("text_output")
-
-        def encode(text: str) -> bytes:
-            if len(text) > SHORT_TEXT_BYTES:
-                return self._encode(InferResponse((Tensor.from_values("text_output", "BYTES", [text.encode()]),)))
-            return before + orjson.dumps(text) + after
-
-        return encode
+    def encode_text(self) -> TextEvent | None:
+        return TextEvent(*self._around_text("text_output")) if self._limit >= 8 * MOST_TEXT else None
 
     def _around_text(self, name: str) -> list[bytes]:
         # Most events are of a text alone: the JSON around it is encoded once for all of them.

@@ -22,7 +22,7 @@ from ...core.request import GenerateRequest
 from ...core.request_context import RequestContext
 from ...processes.scratch import ScratchDirectory
 from ..config import LoraConfig
-from .token_stream import SequenceStats
+from .sequence_stats import SequenceStats
 
 log = logging.getLogger(__name__)
 

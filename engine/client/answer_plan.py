@@ -20,7 +20,7 @@ from ...tokenization.tokenizer import Tokenizer
 from ..core.messages import AddRequest
 from ..drafters.prediction import PredictionFollower
 from .chunk_builder import ChunkBuilder, TextEnds
-from .token_stream import TokenDelta
+from .token_stream import TokenDelta, TokenWriter
 
 _UNKNOWN_TOOLS = "tools: this model's chat template does not know them; only required calls can be made"
 _TAIL = 32
@@ -146,7 +146,11 @@ class AnswerBuilder:
                 break
         return chunks[0] if single else join_chunks(chunks)
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+        """See `DeltaReader.token_writer`: a token may begin a call."""
+        return None
+
+    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`: a text alone is one outside of reasoning, where no call begins."""
         reader = self._reader
         thinking = reader.thinking
@@ -205,7 +209,11 @@ class PredictedAnswerBuilder:
         counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
         return replace(chunk, usage=replace(chunk.usage, **counts))
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+        """See `pass_text`."""
+        return None
+
+    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`: the follower needs the tokens of each."""
         return self.build_chunk(delta)
 

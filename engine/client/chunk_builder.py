@@ -13,7 +13,7 @@ from ...core.request import FinishReason, GenerateChunk, Usage
 from ...core.sampling import SamplingParams
 from ...tokenization.detokenizer import StopStrings, make_detokenizer
 from ...tokenization.tokenizer import Tokenizer
-from .token_stream import TokenDelta
+from .token_stream import TokenDelta, TokenWriter
 
 
 class TextEnds(NamedTuple):
@@ -149,12 +149,13 @@ class ChunkBuilder:
             end_token=self._ended_by_token(delta) and not self._stopped,
         )
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
+        """See `DeltaReader.pass_text`."""
         token_ids = delta.token_ids
-        pushed = None
+        pushed = text
         if self._completion_tokens and delta.finish_reason is None:
             if not self._by_token or (self._stops_alone and len(token_ids) == 1):
-                pushed = text = self._text.push(token_ids)
+                pushed = text = self._text.push(token_ids) if text is None else text
                 if not self._by_token or self._stops.lets_pass(text):  # as most
                     self._completion_tokens += len(token_ids)
                     return None if not text or sink(text) else self.text_chunk(text, delta)
@@ -167,6 +168,29 @@ class ChunkBuilder:
         if isinstance(built, str):
             return None if not built or sink(built) else self.text_chunk(built, delta)
         return built
+
+    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+        """See `DeltaReader.token_writer`."""
+        if self._has_logprobs or self._words or not self._completion_tokens:
+            return None
+        detokenizer, stops = self._text, self._stops
+        texts = detokenizer.texts_without(stops.first_letters)
+        known = texts.get
+
+        def write(token: int) -> str | None:
+            text = known(token)
+            if text is None or detokenizer.incomplete or stops.held:
+                text = detokenizer.push((token,))
+                if not stops.lets_pass(text):
+                    return text
+                if detokenizer.texts.get(token) is text:
+                    texts[token] = text
+            if text and not sink(text):
+                return text
+            self._completion_tokens += 1
+            return None
+
+        return write
 
     def text_chunk(
         self,

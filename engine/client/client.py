@@ -37,7 +37,8 @@ from .core_supervisor import DEFAULT_TIMEOUTS, CoreSupervisor, CoreTimeouts
 from .engine import EngineCapabilities, EngineSpec, count_by_priority
 from .resident_adapters import ResidentAdapters
 from .routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, route_prompt
-from .token_stream import SequenceStats, TokenStream
+from .sequence_stats import SequenceStats
+from .token_stream import TokenStream, push_step
 
 
 class Replica:
@@ -148,16 +149,10 @@ class Replica:
         for key, scores in updates.prompt_logprobs:
             if key in streams:
                 streams[key].push_prompt_scores(scores)
-        tokens = updates.tokens
-        logprobs = updates.logprobs
-        at = 0
-        for key, count in zip(updates.keys, updates.counts, strict=True):
-            stream, end = streams.get(key), at + count
-            if stream is not None:
-                if stream.uncomputed_tokens:
-                    self._settle(stream)
-                stream.push(tokens[at:end], now, logprobs and logprobs[at:end])
-            at = end
+        tokens, logprobs = updates.tokens, updates.logprobs
+        for key, part in push_step(streams, updates.keys, updates.counts, tokens, now):
+            self._settle(streams[key])
+            streams[key].push(tokens[part], now, logprobs and logprobs[part])
         if self._config.per_request_spec_decode_metrics != "none":
             for key, drafted, accepted in updates.drafts:
                 if key in streams:

@@ -19,7 +19,8 @@ from ..config import LoraConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .adapters import AdapterEngine
 from .admission import QueueTicket
-from .token_stream import SequenceStats, TokenStream
+from .sequence_stats import SequenceStats
+from .token_stream import TokenStream
 
 _PARAMETERS = {
     "adapter": "lora_name",

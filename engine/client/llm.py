@@ -51,8 +51,8 @@ from .media_tensors import with_media
 from .model_media import ModelMedia, PromptMedia
 from .open_streams import OpenStreams
 from .prompted_transcriber import PromptedTranscriber
+from .sequence_stats import SequenceStats, open_sequence
 from .task_adapters import TaskAdapters
-from .token_stream import SequenceStats, open_sequence
 from .tokenizer_bundle import TokenizerBundle
 from .transcriber import PromptPlaces, Transcriber, load_transcriber
 

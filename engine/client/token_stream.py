@@ -1,15 +1,13 @@
-"""The stream of one sequence's tokens from the engine to its reader, and its measurements: the times of its phases, its
-tokens, and its part in the model's counts.
+"""The stream of one sequence's tokens from the engine to its reader.
 
 Knows nothing of sockets, text or protocols. The writer never waits: unread tokens merge.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -17,112 +15,9 @@ import msgspec
 from ...core.direct_stream import DirectStream, Sink
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
-from ...core.request import FinishReason, GenerateChunk, GenerateRequest
-from ...core.request_context import CANCELLED, Outcome, RequestContext, RequestEnd, end_for_error
-from ...core.sampling import SamplingParams
-from ...telemetry.llm_metrics import LlmMetrics
+from ...core.request import FinishReason, GenerateChunk
 from .admission import QueueTicket
-
-_ENDS: dict[FinishReason, RequestEnd] = {
-    reason: CANCELLED if reason is FinishReason.ABORT else RequestEnd(Outcome(reason.value)) for reason in FinishReason
-}
-
-_DEFAULTS = SamplingParams()
-
-
-class SequenceStats:
-    """A `core.request_context.SequenceRecord`. `arrived`: when an endpoint got the request. Tests and benchmarks
-    measure sequences without a request or a context."""
-
-    def __init__(
-        self, metrics: LlmMetrics, request: GenerateRequest | None = None, context: RequestContext | None = None
-    ) -> None:
-        self.metrics = metrics
-        self.tenant = metrics.tenant("" if context is None else context.tenant)
-        if context is not None:
-            self.tenant.weight = context.tenant_weight
-        self.sampling = _DEFAULTS if request is None else request.sampling
-        self.choice = 0 if request is None else request.choice
-        self.opened = time.monotonic()
-        self.arrived = self.opened if context is None else context.arrived_at
-        self.submitted: float | None = None
-        self.begun: float | None = None
-        self.first: float | None = None
-        self.last: float | None = None
-        self.prompt: int | None = None
-        self.cached: int | None = None
-        self.generated = 0
-        self.drafts: list[tuple[int, int]] = []
-        """Tokens drafted and accepted in each step that drafted, if the configuration has them reported."""
-        self.held: dict[str, Any] | None = None  # how another server finds what was computed, if one is to go on
-        self.finish_reason: FinishReason | None = None
-        self.end: RequestEnd | None = None
-        self._waits = False
-
-    def time_left(self, limit: float) -> float:
-        """The rest of `limit` seconds since the request arrived; 0 is no limit. Raises `RequestTimeout` if none is
-        left."""
-        left = limit - (time.monotonic() - self.arrived)
-        if limit and left <= 0:
-            raise RequestTimeout
-        return left if limit else 0.0
-
-    def record_submission(self, prompt: int) -> None:
-        self.prompt = prompt
-        self.submitted = time.monotonic()
-        self._waits = True
-        self.tenant.waiting.add(1)
-
-    def end_wait(self) -> None:
-        """Count the sequence as waiting no longer; may be called again."""
-        self.tenant.waiting.add(-self._waits)
-        self._waits = False
-
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds since the engine got the sequence."""
-        return time.monotonic() - (self.submitted or self.opened)
-
-    def record_start(self, cached: int, at: float) -> None:
-        submitted = self.opened if self.submitted is None else self.submitted
-        self.begun = max(at, submitted)
-        self.cached = cached
-        self.end_wait()
-        self.tenant.prompt += self.prompt or 0
-        self.metrics.queue.observe(self.begun - submitted)
-
-    def record_tokens(self, count: int, at: float) -> None:
-        self.generated += count
-        self.tenant.generated += count
-        if self.last is None:
-            self.first = at
-            self.metrics.first_token.observe(at - self.arrived)
-            self.metrics.first_response.observe(1000 * (at - self.arrived))
-            if self.begun is not None:
-                self.metrics.prefill.observe(at - self.begun)
-        else:
-            self.metrics.inter_token.observe((at - self.last) / count, count)
-        self.last = at
-
-    def record_finish(self, reason: FinishReason) -> None:
-        """Record the end, when the last token goes to the client."""
-        self.finish_reason = reason
-        self.end = _ENDS[reason]
-
-
-@contextmanager
-def open_sequence(metrics: LlmMetrics, request: GenerateRequest, context: RequestContext) -> Iterator[SequenceStats]:
-    """The stats of one sequence, for the block: one that ends before the last token has cancelled it."""
-    stats = SequenceStats(metrics, request, context)
-    context.add_sequence(stats)
-    try:
-        yield stats
-    except Exception as error:
-        stats.end = end_for_error(error, stats.submitted is not None)
-        raise
-    finally:
-        if stats.end is None:
-            stats.end = CANCELLED
+from .sequence_stats import SequenceStats
 
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +33,11 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """The log-probabilities of the prompt's tokens, in the first delta."""
 
 
+TokenWriter: TypeAlias = Callable[[int], str | None]
+"""Gives a sink the text of a token in the middle of a stream. Returns that text if it is left, for it may be more than
+text: it is then to be passed on with the token's delta, and is part of the text so far."""
+
+
 class _UnreadSinks:
     """The streams of an event loop whose sinks have something unread, which is passed on in one go: tokens that come in
     the same turn merge."""
@@ -145,15 +45,29 @@ class _UnreadSinks:
     def __init__(self) -> None:
         self._streams: list[TokenStream] = []
 
-    def add(self, stream: "TokenStream") -> None:
+    def add(self, streams: "Iterable[TokenStream]") -> None:
         if not self._streams:
             asyncio.get_running_loop().call_soon(self._pass_all_on)
-        self._streams.append(stream)
+        self._streams += streams
 
     def _pass_all_on(self) -> None:
         streams, self._streams = self._streams, []
         for stream in streams:
-            stream.pass_on()
+            token = stream._alone
+            write = stream._write_token
+            if token is None or write is None or stream._is_read():
+                stream.pass_on()
+                continue
+            try:
+                text = write(token)
+            except Exception as error:
+                stream.break_off(error)
+                continue
+            if text is None:  # as of most
+                stream._alone = None
+                stream._unread = False
+            else:
+                stream.pass_on(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +95,12 @@ class DeltaReader(Protocol):
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of the next delta."""
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str]) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
         """Give `sink` the text of the next delta if its chunk would have nothing else; that chunk otherwise, or if the
-        sink leaves it. Nothing comes of an empty text."""
+        sink leaves it. Nothing comes of an empty text. `text`: what a `TokenWriter` left of the delta's only token."""
+
+    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+        """What does the same with the delta of a single token; None where each chunk may have more than text."""
 
 
 class TokenStream:
@@ -210,9 +127,14 @@ class TokenStream:
         self._error: CharoniaError | None = None
         self._interruption: CharoniaError | None = None
         self._unread = self._lags = False
+        self._alone: int | None = None
+        """A token that came in a step of such, and is all that is unread."""
         self._reader: asyncio.Future[None] | None = None
         self._on_unread: Callable[[], None] | None = None
         self._chunk: _WaitingChunk | None = None
+        self._write_token: TokenWriter | None = None
+        self._is_read: Callable[[], bool] = bool
+        """Whether the waiting reader has its chunk, or has left; told while there is a `_write_token`."""
         self._sinks: _UnreadSinks | None = None
         self.started = False
 
@@ -234,6 +156,7 @@ class TokenStream:
         self._written = True
         if self._prompt_only:
             tokens, logprobs = [], ()
+        self._join_alone()
         if self._tokens:
             self._count_unread(len(tokens))
         self._tokens += tokens
@@ -244,7 +167,13 @@ class TokenStream:
             self._wake_reader()
         elif not self._unread:
             self._unread = True
-            self._sinks.add(self)
+            self._sinks.add([self])
+
+    def _join_alone(self) -> None:
+        """Put the token that came alone among the others that are unread."""
+        if self._alone is not None:
+            self._tokens.append(self._alone)
+            self._alone = None
 
     def _count_unread(self, tokens: int) -> None:
         """Count tokens that come while others are unread."""
@@ -272,15 +201,20 @@ class TokenStream:
             self._finish = FinishReason.LENGTH
         else:
             self._finish = reason
-        self._wake_reader()
+        self._end()
 
     def fail(self, error: CharoniaError) -> None:
         self._error = error
-        self._wake_reader()
+        self._end()
 
     def interrupt(self, error: CharoniaError) -> None:
         """Have the reader leave with `error`; the engine then aborts the sequence."""
         self._interruption = error
+        self._end()
+
+    def _end(self) -> None:
+        """Tell the reader more than a token's text."""
+        self._write_token = None
         self._wake_reader()
 
     async def read(self) -> TokenDelta:
@@ -306,30 +240,42 @@ class TokenStream:
         loop = asyncio.get_running_loop()
         self._chunk = _WaitingChunk(loop.create_future(), builder, output)
         self._sinks = _unread_sinks_of(loop)
+        if output.text_sink is not None:
+            self._write_token = builder.token_writer(output.text_sink)
+            self._is_read = self._chunk.reader.done
         try:
             return await self._chunk.reader
         finally:
-            self._sinks = self._chunk = None
+            self._sinks = self._chunk = self._write_token = None
+            self._is_read = bool
 
-    def pass_on(self) -> None:
-        """Give the sinks what is unread, or the waiting reader what they do not take."""
+    def pass_on(self, text: str | None = None) -> None:
+        """Give the sinks what is unread, or the waiting reader what they do not take. `text`: what a `TokenWriter` left
+        of it."""
         waiting = self._chunk
         # It may have taken all meanwhile, or have been cancelled.
         if waiting is None or not self._unread or waiting.reader.done():
             return
         try:
-            if (left := self._pass_to_sinks(waiting.builder, waiting.output)) is not None:
+            if (left := self._pass_to_sinks(waiting.builder, waiting.output, text)) is not None:
                 waiting.reader.set_result(left)
         except Exception as error:
             waiting.reader.set_exception(error)
             del waiting  # the traceback has this call, which would keep the error
 
-    def _pass_to_sinks(self, builder: DeltaReader, output: DirectStream[GenerateChunk]) -> GenerateChunk | None:
-        """Give the sinks what is unread; the chunk that they do not take."""
+    def break_off(self, error: Exception) -> None:
+        """Have the waiting reader raise what passing a token on to a sink raised."""
+        assert self._chunk is not None, "only a reader that waits has what writes tokens"
+        self._chunk.reader.set_exception(error)
+
+    def _pass_to_sinks(
+        self, builder: DeltaReader, output: DirectStream[GenerateChunk], text: str | None = None
+    ) -> GenerateChunk | None:
+        """Give the sinks what is unread; the chunk that they do not take. `text`: as in `pass_on`."""
         delta = self.take()
         text_sink = output.text_sink
         sink = output.sink
-        chunk = builder.build_chunk(delta) if text_sink is None else builder.pass_text(delta, text_sink)
+        chunk = builder.build_chunk(delta) if text_sink is None else builder.pass_text(delta, text_sink, text)
         if chunk is None:
             return None
         taken = chunk.finish_reason is None and sink is not None and sink(chunk)
@@ -347,6 +293,7 @@ class TokenStream:
             self._end_unread()
         if error := self._interruption or self._error:
             raise error
+        self._join_alone()
         tokens, self._tokens = tuple(self._tokens), []
         if not self._logprobs and not self._scores:
             return TokenDelta(tokens, self._cached, self._finish)
@@ -358,7 +305,7 @@ class TokenStream:
         if self._sinks is not None:
             if not self._unread:
                 self._unread = True
-                self._sinks.add(self)
+                self._sinks.add([self])
             return
         if self._on_unread is not None:
             if not self._unread:
@@ -369,3 +316,41 @@ class TokenStream:
         # A reader that was cancelled may not know it yet.
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def push_step(
+    streams: Mapping[int, TokenStream], keys: Sequence[int], counts: Sequence[int], tokens: Sequence[int], at: float
+) -> list[tuple[int, slice]]:
+    """Push what a step brought, `counts[i]` of the `tokens` for `keys[i]`, in one pass: what a token costs is counted
+    in function calls. Returns the keys that it leaves, and where their tokens are: those of streams whose readers do
+    not wait for text alone, and all if not each has one token."""
+    if counts.count(1) < len(counts):
+        places = zip(keys, counts, accumulate(counts), strict=True)
+        return [(key, slice(end - count, end)) for key, count, end in places if key in streams]
+    left: list[tuple[int, slice]] = []
+    pushed: list[TokenStream] = []
+    first: SequenceStats | None = None
+    last: float | None = None
+    alike = 0  # sequences of the first one's tenant that had their last token when it had its
+    for place, key, token in zip(range(len(keys)), keys, tokens, strict=True):
+        stream = streams.get(key)
+        if stream is None:
+            continue
+        if stream._write_token is None or stream._unread:
+            left.append((key, slice(place, place + 1)))
+            continue
+        stats = stream.stats
+        if first is None or stats.last is not last or stats.tenant is not first.tenant:
+            if first is not None:
+                first.record_alike(alike, last, at)
+            first, last, alike = stats, stats.last, 0
+        alike += 1
+        stats.generated += 1
+        stats.last = at
+        stream._alone = token
+        stream._unread = True
+        pushed.append(stream)
+    if first is not None:
+        first.record_alike(alike, last, at)
+        _unread_sinks_of(asyncio.get_running_loop()).add(pushed)
+    return left

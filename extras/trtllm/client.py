@@ -19,7 +19,8 @@ from ...core.metrics import EngineTotals
 from ...core.request import FinishReason, GenerateRequest
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ...engine.client.engine import EngineCapabilities, count_by_priority
-from ...engine.client.token_stream import SequenceStats, TokenStream
+from ...engine.client.sequence_stats import SequenceStats
+from ...engine.client.token_stream import TokenStream
 from ...engine.core.messages import AddRequest, CoreLoading, CoreReady
 from ...scheduler.sequence import Sequence, SequenceSpec
 from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue

@@ -10,7 +10,7 @@ from charonia.core.metrics import TimeInState
 from charonia.core.model import ModelConfig
 from charonia.core.request import GenerateRequest
 from charonia.core.sampling import SamplingParams
-from charonia.engine.client.token_stream import SequenceStats
+from charonia.engine.client.sequence_stats import SequenceStats
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.http_workers.messages import EndedRequests, FromWorker, SentSequence
 from charonia.http_workers.remote_engine import RemoteEngine

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from charonia.api.http.connection import EventStreamResponse
+from charonia.api.http.text_event import MOST_TEXT, TextEvent
+from charonia.api.http.write_coalescer import MOST_PARTS
 from charonia.core.direct_stream import DirectStream
 from charonia.core.errors import CharoniaError
 
@@ -116,3 +118,63 @@ async def test_an_item_that_a_client_did_not_wait_for_is_encoded_no_further() ->
     await turns()
     assert not connection.tasks
     assert inspect.getcoroutinestate(encoding) == inspect.CORO_CLOSED
+
+
+class TextApp(App):
+    """Offers texts to the sink of texts after the first item, until one is left; waits for `gate` behind them."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(Encoder())
+        self.texts = texts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await EventStreamResponse(DirectStream(self._texts), TextEncoder())(scope, receive, send)
+
+    async def _texts(self, output: DirectStream[int]) -> AsyncGenerator[int, None]:
+        yield 0
+        self.sink = output.text_sink
+        assert self.sink is not None
+        self.taken = [self.sink(text) for text in self.texts].count(True)
+        await self.gate.wait()
+        yield 3
+
+
+class TextEncoder(Encoder):
+    encode_text = TextEvent(b"<before ", b" behind>")  # type: ignore[assignment]
+
+
+async def test_the_event_of_a_text_is_written_around_its_json() -> None:
+    texts = ["a", 'say "b"\n', "\u00e9\U0001f600", "x" * MOST_TEXT]
+    app = TextApp(*texts, "x" * (MOST_TEXT + 1))
+    connection = await begin(app)
+    assert app.taken == len(texts), "one that is longer goes the way of other items"
+    app.gate.set()
+    await turns()
+    expected = [b"<0>", *(TextEncoder.encode_text(text) for text in texts), b"<3>", b"<end>"]
+    assert events(connection) == [*expected, b""]
+    assert expected[2] == b'<before "say \\"b\\"\\n" behind>'
+
+
+async def test_no_text_is_taken_while_the_client_does_not_read_or_when_the_response_is_over() -> None:
+    app = TextApp("a")
+    connection = await begin(app)
+    assert app.sink is not None
+    connection.protocol.pause_writing()
+    assert not app.sink("b")
+    connection.protocol.resume_writing()
+    assert app.sink("c")
+    app.gate.set()
+    await turns()
+    assert not app.sink("d")
+    await turns()
+    assert b"".join(events(connection)) == b'<0><before "a" behind><before "c" behind><3><end>'
+
+
+async def test_the_texts_of_many_streams_leave_when_enough_of_them_wait() -> None:
+    app = TextApp(*["a"] * (MOST_PARTS + 1))
+    connection = await begin(app)
+    assert app.taken == MOST_PARTS + 1
+    assert connection.transport.written.count(b"before") == MOST_PARTS + 1
+    app.gate.set()
+    await turns()

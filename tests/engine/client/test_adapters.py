@@ -14,7 +14,7 @@ from charonia.core.adapter import Adapter
 from charonia.core.errors import InvalidArgument, NotFound, NotReady, Unavailable
 from charonia.engine.client import adapters
 from charonia.engine.client.adapters import AdapterTable, AdapterUse
-from charonia.engine.client.token_stream import SequenceStats
+from charonia.engine.client.sequence_stats import SequenceStats
 from charonia.engine.config import LoraConfig
 from charonia.telemetry.llm_metrics import LlmMetrics
 from charonia.telemetry.metric_families import CHARONIA_FAMILIES, VLLM_FAMILIES

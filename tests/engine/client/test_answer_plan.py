@@ -30,7 +30,8 @@ from charonia.engine.client.answer_plan import plan_answer
 from charonia.engine.client.chunk_builder import TextEnds
 from charonia.engine.client.engine import EngineCapabilities, EngineSpec
 from charonia.engine.client.llm import LlmModel
-from charonia.engine.client.token_stream import SequenceStats, TokenDelta, TokenStream
+from charonia.engine.client.sequence_stats import SequenceStats
+from charonia.engine.client.token_stream import TokenDelta, TokenStream
 from charonia.engine.core.messages import AddRequest, CoreReady
 from charonia.tokenization.answers.answer_formats import AnswerParsers
 from charonia.tokenization.answers.harmony import FINAL

@@ -155,6 +155,74 @@ def test_a_text_is_the_same_whether_it_goes_to_a_sink_or_into_chunks(
             break
 
 
+BYTES = [*"abc", "\u00c3", "\u00a9", "ab"]
+"""Tokens of a byte-level vocabulary: the fourth and the fifth are the halves of an \u00e9."""
+
+
+def byte_letters() -> Tokenizer:
+    backend = Backend(models.BPE({piece: token for token, piece in enumerate(BYTES)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {}, None)
+
+
+BYTE_LETTERS = byte_letters()
+
+
+@given(
+    tokens=st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=20),
+    stop=st.sampled_from([(), ("ab",), ("ca", "bca"), ("\u00e9a",)]),
+    least=st.integers(0, 5),
+    takes=st.lists(st.booleans(), min_size=20, max_size=20),
+    tokenizer=st.sampled_from([ALPHABET, BYTE_LETTERS]),
+)
+def test_a_text_is_the_same_whether_its_tokens_are_written_or_come_in_chunks(
+    tokens: list[int], stop: tuple[str, ...], least: int, takes: list[bool], tokenizer: Tokenizer
+) -> None:
+    sampling = SamplingParams(stop=stop, min_tokens=least)
+    one, other = (ChunkBuilder(tokenizer, [0], sampling) for _ in range(2))
+    first = TokenDelta((0,), 0, None)
+    assert one.token_writer(lambda text: True) is None, "the first chunk has more than text"
+    assert one.build_chunk(first) == other.build_chunk(first)
+    said: list[str] = []
+    taking = iter(takes)
+
+    def take(text: str) -> bool:
+        assert text
+        taken = next(taking, True)
+        if taken:
+            said.append(text)
+        return taken
+
+    write = one.token_writer(take)
+    assert write is not None
+    for token in tokens:
+        delta = TokenDelta((token,), 0, None)
+        text = write(token)
+        left = None if text is None else one.pass_text(delta, take, text)
+        shown = "".join(said) if left is None else left.text
+        said.clear()
+        whole = other.build_chunk(delta)
+        assert shown == whole.text
+        if left is not None:
+            assert (left.usage, left.finish_reason, left.stop_reason) == (
+                whole.usage,
+                whole.finish_reason,
+                whole.stop_reason,
+            )
+        if whole.finish_reason is not None:
+            assert left is not None
+            return
+    last = TokenDelta((), 0, LENGTH)
+    assert one.build_chunk(last) == other.build_chunk(last)
+
+
+def test_what_needs_more_than_text_has_no_writer() -> None:
+    for sampling, ends in ((SamplingParams(logprobs=0), TextEnds()), (SamplingParams(), TextEnds(words=((1, 2),)))):
+        builder = ChunkBuilder(ALPHABET, [0], sampling, ends)
+        builder.build_chunk(TokenDelta((0,), 0, None, (Logprobs(-0.5, [0], [-0.5]),)))
+        assert builder.token_writer(lambda text: True) is None
+
+
 def test_logprobs_are_named_and_finite() -> None:
     writer = ChunkBuilder(ALPHABET, [0], SamplingParams(stop=("b",)))
     logprobs = (Logprobs(-0.5, [0, 1], [-0.5, -1.0]), Logprobs(float("-inf"), [], []), Logprobs(-1.0, [], []))

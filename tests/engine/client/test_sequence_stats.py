@@ -7,7 +7,8 @@ import pytest
 from charonia.core.request import FinishReason, GenerateRequest
 from charonia.core.request_context import Outcome, RequestContext, RequestEnd
 from charonia.engine.client.admission import AdmissionControl, QueueLimits
-from charonia.engine.client.token_stream import SequenceStats, TokenStream, open_sequence
+from charonia.engine.client.sequence_stats import SequenceStats, open_sequence
+from charonia.engine.client.token_stream import TokenStream
 from charonia.telemetry.llm_metrics import LlmMetrics, record_request
 
 

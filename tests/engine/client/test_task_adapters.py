@@ -15,8 +15,8 @@ from charonia.core.adapter import Adapter, LoraTask
 from charonia.core.errors import InvalidArgument, NotFound
 from charonia.engine.checkpoint.hf_config import read_spec
 from charonia.engine.client.adapters import AdapterTable, TaskKey
+from charonia.engine.client.sequence_stats import SequenceStats
 from charonia.engine.client.task_adapters import TaskAdapters, read_task_tensors
-from charonia.engine.client.token_stream import SequenceStats
 from charonia.engine.config import LoraConfig
 from charonia.telemetry.llm_metrics import LlmMetrics
 

@@ -11,8 +11,10 @@ import pytest
 from charonia.core.direct_stream import DirectStream
 from charonia.core.errors import Unavailable
 from charonia.core.request import FinishReason, GenerateChunk, Usage
+from charonia.core.request_context import RequestContext
 from charonia.engine.client.admission import AdmissionControl, QueueLimits
-from charonia.engine.client.token_stream import SequenceStats, TokenDelta, TokenStream
+from charonia.engine.client.sequence_stats import SequenceStats
+from charonia.engine.client.token_stream import TokenDelta, TokenStream, TokenWriter, push_step
 from charonia.telemetry.llm_metrics import LlmMetrics
 
 
@@ -21,16 +23,31 @@ def open_stream() -> TokenStream:
 
 
 class Builder:
-    """Makes chunks whose text is their tokens; `plain`: of those in the middle there is nothing else."""
+    """Makes chunks whose text is their tokens; `plain`: of those in the middle there is nothing else; `writes`: one
+    token's may be written by itself, but for 7, which is left, and 13, which is an error."""
 
-    def __init__(self, plain: bool = False) -> None:
-        self.plain = plain
+    def __init__(self, plain: bool = False, writes: bool = False) -> None:
+        self.plain, self.writes = plain, writes
+        self.deltas: list[tuple[int, ...]] = []
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         text = ",".join(map(str, delta.token_ids))
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 1), finish_reason=delta.finish_reason)
 
-    def pass_text(self, delta: TokenDelta, sink: Callable[[str], bool]) -> GenerateChunk | None:
+    def token_writer(self, sink: Callable[[str], bool]) -> TokenWriter | None:
+        def write(token: int) -> str | None:
+            if token == 13:
+                raise ValueError("broken")
+            return "seven" if token == 7 or not sink(str(token)) else None
+
+        return write if self.writes else None
+
+    def pass_text(
+        self, delta: TokenDelta, sink: Callable[[str], bool], text: str | None = None
+    ) -> GenerateChunk | None:
+        self.deltas.append(delta.token_ids)
+        if text is not None:
+            return None if sink(text) else GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
         chunk = self.build_chunk(delta)
         if not self.plain or chunk.finish_reason is not None:
             return chunk
@@ -196,3 +213,120 @@ async def test_a_reader_that_was_cancelled_is_given_nothing() -> None:
     stream.push([2], at=2.0)
     assert sink.taken == []
     assert (await stream.read()).token_ids == (1, 2)
+
+
+class Readers:
+    """Streams whose readers wait for text, which goes into `texts`; each has its first token, at time 0."""
+
+    def __init__(self, *tenants: str) -> None:
+        self.metrics = LlmMetrics()
+        self.streams: dict[int, TokenStream] = {}
+        self.builders = [Builder(plain=True, writes=True) for _ in tenants]
+        self.texts: list[list[str]] = [[] for _ in tenants]
+        self.takes = True
+        self.reads: list[asyncio.Task[GenerateChunk]] = []
+        for key, tenant in enumerate(tenants):
+            context = RequestContext("test")
+            context.tenant = tenant
+            admission = AdmissionControl(QueueLimits(1, 100)).admit()
+            self.streams[key] = TokenStream(SequenceStats(self.metrics, None, context), admission)
+
+    async def wait(self) -> "Readers":
+        for key, stream in self.streams.items():
+            stream.push([1], at=0.0)
+            stream.take()
+            self.read(key)
+        await asyncio.sleep(0)
+        return self
+
+    def read(self, key: int) -> None:
+        def take(text: str) -> bool:
+            if self.takes:
+                self.texts[key].append(text)
+            return self.takes
+
+        output = output_to(lambda chunk: False, take)
+        self.reads.append(asyncio.create_task(self.streams[key].read_chunk(self.builders[key], output)))
+
+    def step(self, at: float, **tokens: int) -> None:
+        """Push `r1=5`: token 5 for the reader 1."""
+        keys = [int(name[1:]) for name in tokens]
+        assert push_step(self.streams, keys, [1] * len(keys), [*tokens.values()], at) == []
+
+    def leave(self) -> None:
+        for reading in self.reads:
+            reading.cancel()
+
+
+async def test_a_steps_tokens_are_written_and_counted_as_if_each_was_pushed() -> None:
+    readers, others = await Readers("a", "b", "b", "a").wait(), await Readers("a", "b", "b", "a").wait()
+    for at, keys in ((1.0, (0, 1, 2, 3)), (2.0, (0, 2)), (4.0, (0, 1, 2, 3)), (5.0, (3,))):
+        readers.step(at, **{f"r{key}": 51 + key for key in keys})
+        for key in keys:
+            others.streams[key].push([51 + key], at)
+        await asyncio.sleep(0)
+    assert readers.texts == [["51"] * 3, ["52"] * 2, ["53"] * 3, ["54"] * 3] == others.texts
+    one, other = readers.metrics, others.metrics
+    assert (one.inter_token.counts, one.inter_token.sum) == (other.inter_token.counts, other.inter_token.sum)
+    assert [one.tenant(name).generated for name in "ab"] == [other.tenant(name).generated for name in "ab"] == [8, 7]
+    assert [stream.stats.generated for stream in readers.streams.values()] == [4, 3, 4, 4]
+    assert not any(builder.deltas for builder in readers.builders), "none of it needs a delta"
+    assert all(builder.deltas for builder in others.builders)
+    readers.leave()
+    others.leave()
+
+
+async def test_what_a_step_has_beside_single_tokens_of_waiting_readers_is_left_to_push() -> None:
+    readers = await Readers("", "", "").wait()
+    readers.reads[2].cancel()
+    await asyncio.sleep(0)
+    readers.streams[1].push([2], at=1.0)
+    left = push_step(readers.streams, [0, 1, 2, 9], [1, 1, 1, 1], [5, 6, 8, 9], 1.0)
+    assert left == [(1, slice(1, 2)), (2, slice(2, 3))], "nobody has the last one any more"
+    await asyncio.sleep(0)
+    assert readers.texts[0] == ["5"]
+    left = push_step(readers.streams, [0, 9, 1], [2, 1, 1], [5, 6, 7, 8], 2.0)
+    assert left == [(0, slice(0, 2)), (1, slice(3, 4))]
+    assert push_step(readers.streams, [0, 1], [1, 0], [5], 2.0) == [(0, slice(0, 1)), (1, slice(1, 1))]
+    readers.leave()
+
+
+async def test_steps_of_one_turn_merge_and_an_end_in_that_turn_is_not_lost() -> None:
+    readers = await Readers("", "").wait()
+    readers.step(1.0, r0=5, r1=6)
+    assert push_step(readers.streams, [0, 1], [1, 1], [8, 9], 2.0) == [(0, slice(0, 1)), (1, slice(1, 2))]
+    readers.streams[0].push([8], 2.0)
+    readers.streams[1].finish(FinishReason.STOP)
+    chunk = await readers.reads[1]
+    assert (chunk.token_ids, chunk.finish_reason) == ((6,), FinishReason.STOP)
+    assert (readers.texts, readers.builders[0].deltas) == ([["5,8"], []], [(5, 8)])
+    assert readers.metrics.merged_tokens == 1
+    readers.step(3.0, r0=10)
+    readers.streams[0].interrupt(Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await readers.reads[0]
+    assert readers.texts[0] == ["5,8"]
+
+
+async def test_what_a_writer_leaves_is_passed_on_with_its_delta_and_what_it_raises_is_the_readers() -> None:
+    readers = await Readers("", "", "").wait()
+    readers.step(1.0, r0=7, r1=13, r2=5)
+    await asyncio.sleep(0)
+    assert (readers.texts, readers.builders[0].deltas) == ([["seven"], [], ["5"]], [(7,)])
+    with pytest.raises(ValueError, match="broken"):
+        await readers.reads[1]
+    readers.takes = False
+    readers.step(2.0, r0=8)
+    chunk = await readers.reads[0]
+    assert (chunk.token_ids, chunk.text) == ((8,), "seven"), "what its sink did not take"
+    readers.leave()
+
+
+async def test_a_reader_that_left_in_the_turn_of_a_step_is_given_nothing() -> None:
+    readers = await Readers("").wait()
+    readers.step(1.0, r0=5)
+    readers.reads[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await readers.reads[0]
+    assert readers.texts == [[]]
+    assert readers.streams[0].take().token_ids == (5,)
