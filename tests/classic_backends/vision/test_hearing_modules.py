@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import WhisperModel
 
-from charonia.classic_backends.vision.tower_module import load_own_encoder
+from charonia.classic_backends.vision.tower_module import OwnParts, load_own_parts
 from charonia.classic_backends.vision.vision_files import read_vision_files
 from charonia.classic_backends.vision.vision_modules import VisionTower
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import FEATURES
 from tests.hearing_models import write_whisper
 
-LOAD = partial(load_own_encoder, "charonia.engine.models.sound_encoder:load_sound_encoder", "none")
+LOAD = partial(load_own_parts, OwnParts("charonia.engine.models.sound_encoder:load_sound_encoder", "", "none"))
 
 
 @torch.inference_mode()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, BartConfig, M2M100Config, T5Config
 
-from charonia.classic_backends.vision.tower_module import load_own_encoder
+from charonia.classic_backends.vision.tower_module import OwnParts, load_own_parts
 from charonia.classic_backends.vision.vision_files import read_vision_files
 from charonia.classic_backends.vision.vision_modules import VisionTower
 from charonia.core.media import SOURCE
 
-LOAD = partial(load_own_encoder, "charonia.engine.models.text_encoder:load_text_encoder", "none")
+LOAD = partial(load_own_parts, OwnParts("charonia.engine.models.text_encoder:load_text_encoder", "", "none"))
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "d_model": 32,
