@@ -101,7 +101,7 @@ def name(pid: int) -> str:
     """What a process calls itself; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 

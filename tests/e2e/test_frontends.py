@@ -100,7 +100,8 @@ def owner(server: Server, connected: socket.socket) -> int:
     """The frontend at the other end of a connection on this machine, or the server's process."""
     mine, theirs = (f":{address[1]:04X}" for address in (connected.getsockname(), connected.getpeername()))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    [inode] = [row[9] for row in rows if row[1].endswith(theirs) and row[2].endswith(mine)]
+    established = (row for row in rows if row[3] == "01")  # a connection that ended may have had the same ports
+    [inode] = [row[9] for row in established if row[1].endswith(theirs) and row[2].endswith(mine)]
     for pid in (*frontends(server), server.process.pid):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             try:

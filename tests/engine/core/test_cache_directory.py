@@ -11,6 +11,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
+from charonia.engine.core import prefix_fetches
 from charonia.engine.core.cache_directory import check_cache_directory
 from charonia.engine.core.cache_facts import cache_facts
 from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
@@ -26,6 +27,14 @@ SEEDED = ResolvedSampling(temperature=0.8, seed=5)
 LAYERS = [*["sliding_attention"] * 3, "full_attention"] * 2
 UNLIKE = {"num_hidden_layers": len(LAYERS), "layer_types": LAYERS, "num_kv_shared_layers": 1, "global_head_dim": 48}
 """A block has one layer that sees all, or three of those that slide, whose heads are a third as wide."""
+
+
+@pytest.fixture(autouse=True)
+def files_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow a busy machine's files are: whether a fetch pays is test_prefix_fetches.py's."""
+    monkeypatch.setattr(prefix_fetches, "_WORTH", 1e9)
+    for name in ("_LEAST_PATIENCE", "STALLED_SECONDS", "LOOKUP_SECONDS"):
+        monkeypatch.setattr(prefix_fetches, name, 60.0)
 
 
 def config(checkpoint: Path, directory: str, tensor: int = 1, **cache: object) -> EngineConfig:

@@ -71,12 +71,15 @@ def test_the_worst_step_is_measured_with_what_graphs_keep(
         rank.runner.computer.decoder, rank.runner.computer.attention, rows, torch.device("cpu")
     )
     runner = ModelRunner(computer, rows)
-    assert measure_step_bytes(rank.config, rank.context, runner, computer) == 1000
+    assert measure_step_bytes(rank.config, rank.context, rank.shape, runner, computer) == 1000
     assert sizes == [(600, 64)]
     buckets = GraphBuckets((1, 2), (256,))
     cpu = torch.device("cpu")
     computer.graphs = StepGraphs(computer.compute_static, buckets, cpu, lambda launches: launches)
-    assert measure_step_bytes(rank.config, rank.context, runner, computer) == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
+    assert (
+        measure_step_bytes(rank.config, rank.context, rank.shape, runner, computer)
+        == 2000 + 2 * GRAPH_BYTES + 2 * 384 * 4
+    )
     assert sizes[1:] == [(600, 64), (2, 2)]
     rank.close()
 
@@ -110,7 +113,7 @@ def test_states_of_rows_are_no_part_of_a_step_and_gone_when_memory_is_read(
 
     monkeypatch.setattr(decoder, "compute_logits", watched)
     monkeypatch.setattr(rank_memory, "peak_bytes", peak)
-    assert measure_step_bytes(rank.config, rank.context, ModelRunner(computer, rows), computer) == 1000
+    assert measure_step_bytes(rank.config, rank.context, rank.shape, ModelRunner(computer, rows), computer) == 1000
     assert held() == 0
     assert sum(blocks.nbytes for blocks in computer.attention.device_blocks) == 0
     assert counts == [[256, 256, 88], [1] * 40]
