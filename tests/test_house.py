@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_060,
     "media": 1_395,
     "scheduler": 2_370,
-    "engine": 31_140,
+    "engine": 31_150,
     "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,

@@ -4,6 +4,7 @@
 Weights stay in the checkpoint's files, and a pass has those of one layer at a time: few requests ask for such times.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from ..cpu.elementwise import UNGATED
 from ..layers.mlp import TorchGate
 from .time_warping import align_by_warping, median_filter
 
+log = logging.getLogger(__name__)
+
 _FILTER = 7
 """Neighbouring rows of the encoder that attention is the median of, if config.json says nothing else."""
 
@@ -30,7 +33,7 @@ def load_sound_aligner(directory: Path, stored: torch.dtype, device: torch.devic
     """The aligner of a checkpoint, for rows in `stored`. The host computes in float32, a GPU in `stored`.
 
     Raises:
-        CheckpointError: its weights cannot be opened, or generation_config.json names heads that it has not.
+        CheckpointError: its weights cannot be opened, or generation_config.json names heads by no pairs.
     """
     checkpoint = open_checkpoint(directory)
     heads = _alignment_heads(directory, checkpoint.spec)
@@ -42,20 +45,25 @@ def load_sound_aligner(directory: Path, stored: torch.dtype, device: torch.devic
 
 
 def _alignment_heads(directory: Path, spec: ModelSpec) -> Mapping[int, list[int]]:
-    """By layer the heads that follow the sound; all of the upper half of layers unless the checkpoint names some."""
-    named = read_json(directory / "generation_config.json").get("alignment_heads")
-    if not named:
-        return {layer: [*range(spec.heads)] for layer in range(spec.layers // 2, spec.layers)}
+    """By layer the heads that follow the sound: all of the upper half of layers, unless the checkpoint names some that
+    its decoder has. Others are those of a larger model that it was distilled from."""
+    upper = {layer: [*range(spec.heads)] for layer in range(spec.layers // 2, spec.layers)}
+    named = read_json(directory / "generation_config.json").get("alignment_heads") or []
     heads: dict[int, list[int]] = {}
     for pair in named if isinstance(named, list) else [named]:
         match pair:
-            case [int(layer), int(head)] if 0 <= layer < spec.layers and 0 <= head < spec.heads:
+            case [int(layer), int(head)] if layer >= 0 and head >= 0:
                 heads.setdefault(layer, []).append(head)
             case _:
-                sizes = f"{spec.layers} layers of {spec.heads} heads"
-                message = f"alignment_heads must be pairs of a layer and a head, of {sizes}, got {pair!r}"
+                message = f"alignment_heads must be pairs of a layer and a head, got {pair!r}"
                 raise CheckpointError(f"{directory}: generation_config.json: {message}")
-    return heads
+    if any(layer >= spec.layers or max(numbers) >= spec.heads for layer, numbers in heads.items()):
+        sizes = f"{spec.layers} layers of {spec.heads} heads"
+        log.warning(
+            "%s: its alignment_heads are not those of %s; times of words go by the upper half", directory, sizes
+        )
+        return upper
+    return heads or upper
 
 
 class _Window(NamedTuple):

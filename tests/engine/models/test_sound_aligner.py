@@ -110,9 +110,20 @@ def test_without_named_heads_all_of_the_upper_layers_count(written: Written, tmp
     assert aligned(without_heads(written, tmp_path), written.rows, 0) == [expected(written, 0, upper)]
 
 
-@pytest.mark.parametrize("heads", [[[4, 0]], [[0, 4]], [[0]], [["a", 1]], {"a": 1}, 7])
-def test_heads_that_are_not_there_are_refused(written: Written, tmp_path: Path, heads: Any) -> None:
-    with pytest.raises(CheckpointError, match="alignment_heads must be pairs of a layer and a head, of 4 layers of 4"):
+@pytest.mark.parametrize("heads", [[[1, 0], [4, 0]], [[0, 4]]])
+def test_heads_of_a_larger_decoder_say_nothing(
+    written: Written, tmp_path: Path, heads: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Distilled checkpoints are published with those of the model that they were made of."""
+    directory = without_heads(written, tmp_path, alignment_heads=heads)
+    upper = [[layer, head] for layer in (2, 3) for head in range(4)]
+    assert aligned(directory, written.rows, 0) == [expected(written, 0, upper)]
+    assert "its alignment_heads are not those of 4 layers of 4 heads" in caplog.text
+
+
+@pytest.mark.parametrize("heads", [[[0]], [[-1, 0]], [["a", 1]], {"a": 1}, 7])
+def test_heads_that_are_no_pairs_are_refused(written: Written, tmp_path: Path, heads: Any) -> None:
+    with pytest.raises(CheckpointError, match="alignment_heads must be pairs of a layer and a head, got"):
         load_sound_aligner(without_heads(written, tmp_path, alignment_heads=heads), torch.float32, HOST)
 
 
