@@ -100,6 +100,8 @@ def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
     if ignored:
         context.warn(f"ignored: {', '.join(sorted(ignored))}")
     segments, words = (name in (request.outputs or ()) for name in (_SEGMENTS, _WORDS))
+    if words and said.translate:
+        raise InvalidArgument(f"{_WORDS}: times of words are of transcriptions alone", field="translate")
     return _SpeechCall(
         GenerateRequest(
             id=request.id,

@@ -76,6 +76,14 @@ async def test_base64_parameters_and_segments() -> None:
     assert (speech.context, speech.timestamps, model.asked[0].sampling.seed) == ("Ada", True, 3)
 
 
+async def test_words_of_translations_are_refused_as_openai_s_are() -> None:
+    model = Model()
+    with pytest.raises(InvalidArgument, match="words: times of words are of transcriptions alone") as refusal:
+        await answers(model, ("words",), audio=SOUND, translate=True)
+    assert refusal.value.field == "translate"
+    assert model.asked == []
+
+
 async def test_words_come_where_they_are_named() -> None:
     model = Model()
     [answer] = await answers(model, ("text_output", "words"), audio=SOUND)
