@@ -60,7 +60,7 @@ class TokenBytes(dict[int, bytes]):
         ask for the same letters, as long as few others do."""
         if not letters:
             return self.texts
-        if len(self._without) >= _LETTER_SETS:
+        if letters not in self._without and len(self._without) >= _LETTER_SETS:
             self._without.pop(next(iter(self._without)))
         return self._without.setdefault(letters, {})
 

@@ -43,6 +43,17 @@ def test_garbage_joins_to_what_decoding_at_once_gives(checkpoint: Path, ids: lis
         tokenizer.bytes = tokenizer.bytes_with_special = None
 
 
+def test_texts_without_some_letters_are_kept_for_the_last_sets_of_them(checkpoint: Path) -> None:
+    table = Tokenizer.load(checkpoint).bytes
+    assert table is not None
+    texts = [table.texts_without(frozenset(letter)) for letter in "abcdefghijklmnop"]
+    assert [table.texts_without(frozenset(letter)) for letter in "abcdefghijklmnop"] == texts
+    assert table.texts_without(frozenset("a")) is texts[0], "who asks again loses nothing"
+    table.texts_without(frozenset("q"))
+    assert table.texts_without(frozenset("a")) is not texts[0]
+    assert table.texts_without(frozenset("p")) is texts[15]
+
+
 def test_special_tokens_are_shown_if_wanted(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     ids = tokenizer.encode(f"{TEXT}<|end|></s>")
