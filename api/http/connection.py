@@ -231,7 +231,7 @@ class EventStreamResponse(EventSourceResponse, Generic[T]):
             if direct is not None and cycle is not None:
                 direct.sink = cycle.sink(self._encode_now)
                 encode_text = self._encoder.encode_text
-                if isinstance(encode_text, TextEvent) and cycle.takes_chunks:
+                if isinstance(encode_text, TextEvent) and cycle.chunked_encoding:
                     direct.text_sink = cycle.text_sink(encode_text)
                 elif encode_text is not None:
                     direct.text_sink = cycle.sink(encode_text)

@@ -168,7 +168,7 @@ class Http11Cycle(RequestResponseCycle):
         return write
 
     def text_sink(self, event: TextEvent) -> Callable[[str], bool]:
-        """As `sink`, of a stream that has begun: what writes the part of the response that is the event of a text."""
+        """As `sink`, of a response in chunks that has begun: what writes the event of a text, unless that is long."""
         flow = self.flow
         transport = self.transport
         coalescer = self._state.coalescer

@@ -171,6 +171,31 @@ async def test_no_text_is_taken_while_the_client_does_not_read_or_when_the_respo
     assert b"".join(events(connection)) == b'<0><before "a" behind><before "c" behind><3><end>'
 
 
+async def test_long_texts_go_the_way_of_items_though_the_client_did_not_read_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = TextApp()
+    connection = Connection(app)
+    write = connection.transport.write
+
+    def write_and_pause(data: bytes) -> None:
+        write(data)
+        connection.protocol.pause_writing()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection.transport, "write", write_and_pause)
+        await connection.send(request(b""))
+        connection.protocol.resume_writing()
+        await turns()
+    connection.protocol.resume_writing()
+    assert app.sink is not None
+    assert app.sink("a")
+    assert not app.sink("x" * (MOST_TEXT + 1))
+    app.gate.set()
+    await turns()
+    assert b"".join(events(connection)) == b'<0><before "a" behind><3><end>'
+
+
 async def test_the_texts_of_many_streams_leave_when_enough_of_them_wait() -> None:
     app = TextApp(*["a"] * (MOST_PARTS + 1))
     connection = await begin(app)
