@@ -27,8 +27,8 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_waiting: int = 128
     """Media that are fetched or wait to be prepared; more are refused."""
     seconds: float = 20.0
-    """How long a medium may be computed with to prepare it; a sound so much more for each ten minutes that it
-    may have."""
+    """Seconds of a processor that preparing a medium may take; a sound so much more for each ten minutes that it may
+    have."""
     fetch_seconds: float = 20.0
     """How long a file may take to fetch, redirects included."""
     memory: int = 2 << 30

@@ -34,8 +34,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 TokenWriter: TypeAlias = Callable[[int], str | None]
-"""Gives a sink the text of a token in the middle of a stream. Returns that text if it is left, for it may be more than
-text: it is then to be passed on with the token's delta, and is part of the text so far."""
+"""Gives a sink the text of a token in the middle of a stream. Returns the text if the sink did not take it, or a stop
+string may begin or end in it: the caller then gives it to `DeltaReader.pass_text`, with the delta of the token."""
 
 
 class _UnreadSinks:
@@ -128,13 +128,13 @@ class TokenStream:
         self._interruption: CharoniaError | None = None
         self._unread = self._lags = False
         self._alone: int | None = None
-        """A token that came in a step of such, and is all that is unread."""
+        """The only unread token, if `push_step` pushed it."""
         self._reader: asyncio.Future[None] | None = None
         self._on_unread: Callable[[], None] | None = None
         self._chunk: _WaitingChunk | None = None
         self._write_token: TokenWriter | None = None
         self._is_read: Callable[[], bool] = bool
-        """Whether the waiting reader has its chunk, or has left; told while there is a `_write_token`."""
+        """Whether the waiting reader has its chunk, or has left; counts only beside a `_write_token`."""
         self._sinks: _UnreadSinks | None = None
         self.started = False
 
@@ -213,7 +213,7 @@ class TokenStream:
         self._end()
 
     def _end(self) -> None:
-        """Tell the reader more than a token's text."""
+        """Wake the reader for more than a token's text: the end."""
         self._write_token = None
         self._wake_reader()
 
