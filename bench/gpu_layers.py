@@ -93,7 +93,7 @@ class LayerBench:
 
     def states(self, read: float) -> Iterator[Figure]:
         """Convolutions, and both recurrences, of rows that decode, of which each matrix is read and written, and of a
-        prompt, whose tokens go one after the other."""
+        prompt."""
         rows, prompt = self.work.attended[0], self.work.prompt
         for count, told in ((1, f"decode of {rows}"), (prompt, f"prefill of {prompt:,}")):
             own = rows if count == 1 else 1

@@ -112,15 +112,15 @@ def _solve_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (tile, head) has the chunk that begins in the tile: `solved` [place / CHUNK, HEADS, CHUNK, CHUNK] is what
-    turns the chunk's values, less what its state says of them, into changes of the state."""
+    """Program (tile, head, n) has the n-th chunk that begins in the tile, if one does: `solved` [place / CHUNK, HEADS,
+    CHUNK, CHUNK] is what turns the chunk's values, less what its state says of them, into changes of the state."""
     index = tl.load(tiles + tl.program_id(0) * 2)
     offset = tl.load(tiles + tl.program_id(0) * 2 + 1)
     if index < 0:
         return
     count = tl.load(counts + index)
     lead, _ = chunk_span(tl.load(starts + index), count, CHUNK)
-    begin = lead + tl.cdiv(tl.maximum(offset - lead, 0), CHUNK) * CHUNK
+    begin = lead + (tl.cdiv(tl.maximum(offset - lead, 0), CHUNK) + tl.program_id(2)) * CHUNK
     if (begin < offset) | (begin >= offset + TILE) | (begin + CHUNK > count):
         return
     head = tl.program_id(1)
@@ -273,7 +273,7 @@ class ChunkedRecurrence:
             sizes = len(x) // CHUNK + 1, shape.heads, CHUNK, CHUNK
             solved = torch.empty(sizes, dtype=torch.float32, device=x.device)
             solving = shape.keys, self._decay_column, self._beta_column
-            _solve_kernel[len(tiles), shape.heads](
+            _solve_kernel[len(tiles), shape.heads, triton.cdiv(TILE_TOKENS, CHUNK)](
                 x, gates, rates, bias, solved, tiles, *numbers, *strides, *solving, **_solve_plan(shape, CHUNK)
             )
         grid = len(batch.counts), shape.heads * triton.cdiv(shape.value_size, plan["COLUMNS"])

@@ -1,7 +1,6 @@
 """Recurrences by chunks of prompts, on the interpreter: beside those by tokens, and to the same bits wherever a prompt
 is cut at multiples of a chunk, whatever shares its steps."""
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,16 +16,18 @@ from charonia.engine.step_states import StepStates
 
 from .test_states import DELTA, HEADS, KEYS, ROWS, SCAN, VALUES, Step, compute, random, recurrences
 
-CHUNK, SNAPSHOTS = 32, 8
+LAUNCHED, CHUNK, SNAPSHOTS = 16, 32, 8
 FORMS = "delta", "scan", "skipping"
 
 
 @pytest.fixture(autouse=True)
-def short_chunks(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of two triangles each."""
+def chunk(request: pytest.FixtureRequest, kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Its tokens: two triangles of a tile, unless a test says otherwise."""
+    assert kernels["chunked_recurrence"].CHUNK == LAUNCHED
+    tokens: int = getattr(request, "param", CHUNK)
     for name in ("recurrence", "chunked_recurrence"):
-        monkeypatch.setattr(kernels[name], "CHUNK", CHUNK)
-    return
+        monkeypatch.setattr(kernels[name], "CHUNK", tokens)
+    return tokens
 
 
 class Layer:
@@ -56,9 +57,12 @@ SAVES = [(2, 2, 6), (2, 3, 7), (2, 20, 8), (2, 35, 9), (2, 40, 10), (2, 70, 11),
 MIXED = Step([3, 0, 4, 1, 2], [0, 70, 29, 32, 2], [64, 1, 70, 33, 5], [-1, 0, 4, 5, 2], SAVES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_chunks_come_to_what_tokens_do_in_torch(kernels: dict[str, ModuleType], form: str) -> None:
-    """Results to their own rounding, states to three parts in a hundred thousand of the largest number."""
+@pytest.mark.parametrize(
+    ("form", "chunk"), [("delta", CHUNK), *((form, LAUNCHED) for form in FORMS)], indirect=["chunk"]
+)
+def test_chunks_come_to_what_tokens_do_in_torch(kernels: dict[str, ModuleType], form: str, chunk: int) -> None:
+    """Of those that are launched two begin in a tile. Results to their own rounding, states to three parts in a hundred
+    thousand of the largest number."""
     x = random(sum(MIXED.counts), 210).bfloat16()
     right, found = slots(), slots()
     expected = compute(recurrences(kernels, form)[0], right, MIXED, x)
