@@ -3,8 +3,9 @@ unpickled."""
 
 import io
 import tokenize
+from collections.abc import Sequence
 from math import isqrt, prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.lib import format as npy
@@ -24,6 +25,9 @@ _WHOLE = {"I32": np.int32, "I64": np.int64}
 _INFINITE = 0x7F80
 """The bits of bfloat16's exponent, which infinity and what is no number alone have all."""
 _LARGEST_SIDE = 1 << 20
+_LONGEST_HEADER, _MOST_DIMENSIONS = 1 << 16, 8
+"""The most bytes of a header of safetensors, since the library holds Python's lock while it reads one, and the most
+dimensions of what a file has: numpy has limits of its own."""
 
 
 class GivenRows(NamedTuple):
@@ -65,19 +69,27 @@ def _read_npy(data: bytes) -> GivenRows:
     try:
         read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
         shape, by_columns, dtype = read(file)
-    except (ValueError, TypeError, SyntaxError, RecursionError, tokenize.TokenError) as error:
+    except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
         raise InvalidArgument(f"it is no .npy that is read: {error}") from error
     if dtype.str not in ("<f4", "<f2"):
         raise InvalidArgument(f"its dtype must be float32 or float16, got {dtype}")
     if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != len(data) - file.tell():
         raise InvalidArgument(f"its data are not those of {dtype} {list(shape)}")
-    values = np.frombuffer(data, dtype, offset=file.tell())
-    return GivenRows(values.reshape(shape, order="F" if by_columns else "C"))
+    return GivenRows(_shaped(np.frombuffer(data, dtype, offset=file.tell()), shape, "F" if by_columns else "C"))
+
+
+def _shaped(values: NDArray[Any], shape: Sequence[int], order: Literal["C", "F"] = "C") -> NDArray[Any]:
+    """Raises `InvalidArgument` for a shape that has no numbers, or more dimensions than anything that is read."""
+    if not values.size or len(shape) > _MOST_DIMENSIONS:
+        raise InvalidArgument(f"it must be [rows, width], got {list(shape[:_MOST_DIMENSIONS])}")
+    return values.reshape([int(size) for size in shape], order=order)
 
 
 def _read_safetensors(data: bytes) -> GivenRows:
     import safetensors
 
+    if _LONGEST_HEADER < (header := int.from_bytes(data[:8], "little")) <= len(data):
+        raise InvalidArgument(f"its header has {header:,} bytes, and may have {_LONGEST_HEADER:,}")
     deserialize: Any = safetensors.deserialize  # which has no types
     try:
         with NativeCall("the library failed"):
@@ -91,7 +103,7 @@ def _read_safetensors(data: bytes) -> GivenRows:
         raise InvalidArgument(f"it must have one tensor, {EMBEDS}, and may have {_GRIDS}; it has {names or 'none'}")
     if given["dtype"] not in _FLOATS:
         raise InvalidArgument(f"its dtype must be one of {', '.join(_FLOATS)}, got {given['dtype']}")
-    rows = np.frombuffer(given["data"], _FLOATS[given["dtype"]]).reshape(given["shape"])
+    rows = _shaped(np.frombuffer(given["data"], _FLOATS[given["dtype"]]), given["shape"])
     if grids is None:
         return GivenRows(rows)
     if grids["dtype"] not in _WHOLE or prod(grids["shape"]) != 3:

@@ -115,7 +115,7 @@ BUDGETS = {
     "telemetry": 3_025,
     "kvcache": 1_530,
     "tokenization": 4_060,
-    "media": 1_395,
+    "media": 1_399,
     "scheduler": 2_370,
     "engine": 31_150,
     "classic_backends": 8_700,

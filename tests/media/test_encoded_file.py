@@ -29,6 +29,11 @@ def torch_file(**options: Any) -> bytes:
     return file.getvalue()
 
 
+def npy_file(descr: str, shape: Any, data: bytes = b"") -> bytes:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
 def safe_file(dtype: str, shape: list[int], data: bytes) -> bytes:
     header = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]}}).encode()
     return struct.pack("<Q", len(header)) + header + data
@@ -53,6 +58,11 @@ def test_bfloat16_is_its_bits_and_a_grid_may_stand_beside() -> None:
     assert grid == (1, 4, 6)
     assert grid_of_places(grid, len(read)) == (1, 2, 3)
     assert grid_of_places((1, 2, 3), len(read)) == (1, 2, 3)
+
+
+def test_a_size_may_be_true() -> None:
+    """As `.npy` has it, a number."""
+    assert read_rows(npy_file("'<f4'", (True, True), bytes(4))).rows.shape == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +94,13 @@ def test_a_grid_leads_to_the_rows(grid: tuple[int, int, int]) -> None:
         (safetensors.numpy.save({"image_grid_thw": np.ones(3, np.int64)}), "it has none"),
         (safetensors.numpy.save({"a": ROWS, "image_grid_thw": np.ones(4, np.int64)}), "three whole numbers, got I64"),
         (b"a picture", "neither safetensors nor .npy"),
+        (npy_file("'<f4'", (1,) * 100, bytes(4)), r"must be \[rows, width\], got \[1, 1, 1, 1, 1, 1, 1, 1\]"),
+        (npy_file("'<f4'", (0, 10**30)), r"must be \[rows, width\], got \[0, 1000"),
+        (npy_file("()", (1, 1), bytes(4)), "it is no .npy"),
+        (npy_file("'<f4'", f"({'-' * 4000}1, 1)", bytes(4)), "it is no .npy"),
+        (safe_file("F32", [1] * 100, bytes(4)), r"must be \[rows, width\]"),
+        (safe_file("F32", [0, 1 << 63], b""), r"must be \[rows, width\]"),
+        (safe_file("F32", [1] * 40_000, bytes(4)), "its header has 120,0.. bytes, and may have 65,536"),
         (struct.pack("<Q", 1 << 62) + b"{}", "neither safetensors nor .npy"),
     ],
 )  # fmt: skip
