@@ -114,7 +114,7 @@ BUDGETS = {
     "processes": 1_185,
     "telemetry": 3_025,
     "kvcache": 1_530,
-    "tokenization": 4_060,
+    "tokenization": 4_064,
     "media": 1_399,
     "scheduler": 2_370,
     "engine": 31_150,

@@ -14,8 +14,9 @@ from .checkpoint_files import refuse_lfs_pointer
 
 TEKKEN_FILE = "tekken.json"
 
-_LARGEST_FILE, _MOST_TOKENS, _LONGEST_TOKEN = 1 << 26, 400_000, 1 << 10
-"""The limits of the file: bytes, tokens, and bytes of a token. Those published have 20 MB and 150,000 tokens."""
+_LARGEST_FILE, _MOST_TOKENS, _MOST_SPECIAL, _LONGEST_TOKEN, _MOST_MERGES = 1 << 26, 400_000, 1 << 14, 1 << 10, 1 << 21
+"""The limits of the file: bytes, tokens, special ones, bytes of a token, and pairs that make tokens. Those published
+have 20 MB, 150,000 tokens and 1,000 special ones."""
 _LETTERS = {byte: letter for letter, byte in LETTER_BYTES.items()}
 _ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _UNNAMED = ("v3", "v7")
@@ -55,6 +56,8 @@ class Tekken(msgspec.Struct):
     def special(self) -> list[str]:
         """The special tokens by their ids. Raises `ValueError`."""
         count, version = self.config.default_num_special_tokens, self.config.version
+        if count > _MOST_SPECIAL:
+            raise ValueError(f"it has {count} special tokens, and may have {_MOST_SPECIAL}")
         named = dict(enumerate(_USUAL_SPECIAL_TOKENS)) if self.special_tokens is None else {}
         if self.special_tokens is None and version not in _UNNAMED:
             raise ValueError(f"it is of version {version}, and names no special tokens")
@@ -71,7 +74,7 @@ def read_tekken_file(directory: Path) -> Tekken:
     try:
         file = msgspec.json.decode(read_regular(path, _LARGEST_FILE), type=Tekken)
         _ = file.special
-    except (OSError, ValueError, InvalidArgument) as error:
+    except (OSError, ValueError, RecursionError, InvalidArgument) as error:
         raise InvalidArgument(f"{path} cannot be read: {error}") from error
     return file
 
@@ -123,4 +126,6 @@ def _merges(ranks: Mapping[bytes, int], letters: Mapping[bytes, str]) -> list[tu
             if (first := token[:at]) in ranks and (second := token[at:]) in ranks
         ]
         merges += [(letters[first], letters[second]) for *_, first, second in sorted(pairs)]
+        if len(merges) > _MOST_MERGES:
+            raise ValueError(f"more than {_MOST_MERGES} pairs of its tokens make one")
     return merges

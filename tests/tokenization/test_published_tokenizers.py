@@ -187,6 +187,22 @@ def test_a_broken_file_is_named(tmp_path: Path, changes: dict[str, Any], complai
         Tokenizer.load(tmp_path)
 
 
+def test_a_file_that_costs_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tekken(tmp_path)
+    path = tmp_path / "tekken.json"
+    written = path.read_text()
+    path.write_text(f'{written[:-1]}, "image": {"[" * 50_000}{"]" * 50_000}}}')
+    with pytest.raises(InvalidArgument, match=r"tekken.json cannot be read: maximum recursion"):
+        Tokenizer.load(tmp_path)
+    path.write_text(written.replace('"default_num_special_tokens": 32', f'"default_num_special_tokens": {1 << 40}'))
+    with pytest.raises(InvalidArgument, match="it has 1099511627776 special tokens, and may have 16384"):
+        Tokenizer.load(tmp_path)
+    path.write_text(written)
+    monkeypatch.setattr("charonia.tokenization.tekken_file._MOST_MERGES", 100)
+    with pytest.raises(InvalidArgument, match="more than 100 pairs of its tokens make one"):
+        Tokenizer.load(tmp_path)
+
+
 QWEN_ADDED = {"<|endoftext|>": True, "<|end|>": True, "<|user|>": True, "<asr_text>": False}
 
 
