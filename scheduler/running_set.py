@@ -128,6 +128,12 @@ class RunningSet:
     def num_running(self) -> int:
         return len(self.sequences) - len(self.releasing)
 
+    @property
+    def decodes_text(self) -> bool:
+        """Whether a row decodes behind a prompt of text alone."""
+        decoding = self.sequences.keys() - self.prefilling - self.releasing
+        return any(not self.sequences[row].spec.embedded for row in decoding)
+
     def by_seniority(self, rows: IntArray | LongArray) -> list[int]:
         """The rows, the most senior first."""
         return sorted(rows.tolist(), key=self.ages.__getitem__)

@@ -251,6 +251,8 @@ class StepPacker:
                 waited = self._clock - sequence.arrived_at
                 calm = target is None and sequence.has_media_after(sequence.shared)
                 line.append(WaitingPrompt(sequence.known - computed, computed, waited, target, calm))
+        if any(prompt.calm for prompt in line) and not self._rows.decodes_text:
+            return [prompt._replace(calm=False) for prompt in line]  # streams of images alone would keep others waiting
         return line
 
     def _fill(self, lane: PrefillLane, pending: list[_PendingPrefill], long: bool) -> None:

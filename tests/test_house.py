@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_530,
     "tokenization": 4_064,
     "media": 1_399,
-    "scheduler": 2_370,
+    "scheduler": 2_375,
     "engine": 31_150,
     "classic_backends": 8_700,
     "ensembles": 1_200,

@@ -180,6 +180,19 @@ def test_streams_never_wait_for_images(machine: SimulatedMachine) -> None:
 
 
 @pytest.mark.usefixtures("images")
+def test_where_all_prompts_have_images_they_wait_no_longer_than_texts() -> None:
+    """A decoder that few of them reached first would decode for those alone, and others wait for it."""
+    last: list[float] = []
+    first: list[float] = []
+    for length in (IMAGE_PROMPT - 1, IMAGE_PROMPT):
+        heard = simulate(INT8, PACED, [SimulatedRequest(0.0, length, 64)] * 24)
+        first.append(median(result.ttft for result in heard))
+        last.append(max(result.tokens[-1] for result in heard))
+    assert first[1] <= 1.1 * first[0]
+    assert last[1] <= 1.1 * last[0]
+
+
+@pytest.mark.usefixtures("images")
 def test_an_image_that_a_client_wants_in_time_is_hurried() -> None:
     late = SimulatedRequest(2.0, IMAGE_PROMPT, 1)
     *_, calm = simulate(INT8, PACED, [*STREAMS, late, late])
