@@ -13,7 +13,7 @@ class _InstructForm(NamedTuple):
     """All calls of a message."""
     result: str
     """What a call gave."""
-    result_order: str = "ns.calls | map(attribute='id') | list"
+    result_order: str = "ns.calls | map(attribute='id') | unique(true) | list"
     """The ids of calls in whose order their results stand; results of other calls stand behind them, as they came."""
     tools_at: str = "last"
     """The turn of the user before which tools are declared: the "first" or the "last" one."""

@@ -135,6 +135,18 @@ def test_conversations_are_those_of_mistral(tmp_path: Path, version: str) -> Non
     assert (format_.reasoning is not None) == (version == "v13")
 
 
+@pytest.mark.parametrize("version", EXPECTED)
+def test_results_of_calls_with_one_id_stand_once(tmp_path: Path, version: str) -> None:
+    """Ids that differ in their letters' case alone are two."""
+    write_tekken(tmp_path, version)
+    tokenizer = Tokenizer.load(tmp_path)
+    calls = FIRST, ToolCall(FIRST.id, "look", "{}"), ToolCall(FIRST.id.upper(), "look", "{}")
+    results = [result(call, f"seen{number}") for number, call in enumerate(calls)]
+    chat = Conversation((user("Look."), ChatMessage("assistant", "", tool_calls=calls), *results))
+    text = tokenizer.decode(tokenizer.prompt_ids(chat), special=True)
+    assert [text.count(f"seen{number}") for number in range(3)] == [1, 1, 1]
+
+
 def test_thoughts_sounds_and_images_have_their_places(tmp_path: Path) -> None:
     write_tekken(tmp_path / "v13", "v13")
     write_tekken(tmp_path / "v11", "v11")
