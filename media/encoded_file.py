@@ -30,27 +30,29 @@ _LONGEST_HEADER, _MOST_DIMENSIONS = 1 << 16, 8
 dimensions of what a file has: numpy has limits of its own."""
 
 
-class GivenRows(NamedTuple):
+class EncodedImage(NamedTuple):
+    """What a file has of one image."""
+
     rows: NDArray[Any]
     """[rows, width] in float32, float16, or the bits of bfloat16 as uint16."""
     grid: Grid = (0, 0, 0)
     """Its patches by time, height and width, if the file says so."""
 
 
-def read_rows(data: bytes) -> GivenRows:
+def read_rows(data: bytes) -> EncodedImage:
     """The rows of one image. Raises `InvalidArgument` for a pickle, another format or dtype, a file that is broken, and
     for numbers that are not finite."""
     long_header = int.from_bytes(data[:8], "little") > len(data)  # of safetensors, whose first bytes may be a pickle's
     if long_header and data.startswith(_PICKLES):
         raise InvalidArgument("it is a pickle (as torch.save writes), which is never read: send safetensors or .npy")
-    given = _read_npy(data) if data.startswith(npy.MAGIC_PREFIX) else _read_safetensors(data)
-    rows = given.rows.reshape(given.rows.shape[1:]) if given.rows.ndim == 3 and len(given.rows) == 1 else given.rows
-    if rows.ndim != 2 or not rows.size:
-        raise InvalidArgument(f"it must be [rows, width], got {list(given.rows.shape)}")
+    image = _read_npy(data) if data.startswith(npy.MAGIC_PREFIX) else _read_safetensors(data)
+    rows = image.rows.reshape(image.rows.shape[1:]) if image.rows.ndim == 3 and len(image.rows) == 1 else image.rows
+    if rows.ndim != 2:
+        raise InvalidArgument(f"it must be [rows, width], got {list(image.rows.shape)}")
     finite = np.isfinite(rows) if rows.dtype != np.uint16 else (rows & _INFINITE) != _INFINITE
     if not finite.all():
         raise InvalidArgument(f"row {int(np.argmin(finite.all(1)))} has numbers that are not finite")
-    return given._replace(rows=np.ascontiguousarray(rows))
+    return image._replace(rows=np.ascontiguousarray(rows))
 
 
 def grid_of_places(grid: Grid, rows: int) -> Grid:
@@ -64,7 +66,7 @@ def grid_of_places(grid: Grid, rows: int) -> Grid:
     raise InvalidArgument(f"{_GRIDS} {list(grid)} does not lead to its {rows} rows")
 
 
-def _read_npy(data: bytes) -> GivenRows:
+def _read_npy(data: bytes) -> EncodedImage:
     file = io.BytesIO(data)
     try:
         read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
@@ -75,7 +77,7 @@ def _read_npy(data: bytes) -> GivenRows:
         raise InvalidArgument(f"its dtype must be float32 or float16, got {dtype}")
     if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != len(data) - file.tell():
         raise InvalidArgument(f"its data are not those of {dtype} {list(shape)}")
-    return GivenRows(_shaped(np.frombuffer(data, dtype, offset=file.tell()), shape, "F" if by_columns else "C"))
+    return EncodedImage(_shaped(np.frombuffer(data, dtype, offset=file.tell()), shape, "F" if by_columns else "C"))
 
 
 def _shaped(values: NDArray[Any], shape: Sequence[int], order: Literal["C", "F"] = "C") -> NDArray[Any]:
@@ -85,7 +87,7 @@ def _shaped(values: NDArray[Any], shape: Sequence[int], order: Literal["C", "F"]
     return values.reshape([int(size) for size in shape], order=order)
 
 
-def _read_safetensors(data: bytes) -> GivenRows:
+def _read_safetensors(data: bytes) -> EncodedImage:
     import safetensors
 
     if _LONGEST_HEADER < (header := int.from_bytes(data[:8], "little")) <= len(data):
@@ -97,16 +99,16 @@ def _read_safetensors(data: bytes) -> GivenRows:
     except safetensors.SafetensorError as error:
         raise InvalidArgument(f"it is neither safetensors nor .npy: {error}") from error
     grids = tensors.pop(_GRIDS, None)
-    given = tensors.get(EMBEDS) or next(iter(tensors.values()), None)
-    if given is None or len(tensors) > 1:
+    tensor = tensors.get(EMBEDS) or next(iter(tensors.values()), None)
+    if tensor is None or len(tensors) > 1:
         names = ", ".join(sorted(tensors)[:3])
         raise InvalidArgument(f"it must have one tensor, {EMBEDS}, and may have {_GRIDS}; it has {names or 'none'}")
-    if given["dtype"] not in _FLOATS:
-        raise InvalidArgument(f"its dtype must be one of {', '.join(_FLOATS)}, got {given['dtype']}")
-    rows = _shaped(np.frombuffer(given["data"], _FLOATS[given["dtype"]]), given["shape"])
+    if tensor["dtype"] not in _FLOATS:
+        raise InvalidArgument(f"its dtype must be one of {', '.join(_FLOATS)}, got {tensor['dtype']}")
+    rows = _shaped(np.frombuffer(tensor["data"], _FLOATS[tensor["dtype"]]), tensor["shape"])
     if grids is None:
-        return GivenRows(rows)
+        return EncodedImage(rows)
     if grids["dtype"] not in _WHOLE or prod(grids["shape"]) != 3:
         raise InvalidArgument(f"{_GRIDS} must be three whole numbers, got {grids['dtype']} {grids['shape']}")
     time, height, width = np.frombuffer(grids["data"], _WHOLE[grids["dtype"]]).tolist()
-    return GivenRows(rows, (time, height, width))
+    return EncodedImage(rows, (time, height, width))

@@ -97,18 +97,18 @@ def _read_image(where: str, part: Mapping[str, Any], offset: int) -> MediaSource
 
 
 def _read_rows(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
-    given = convert_fields(part, _RowsPart, where)
+    image = convert_fields(part, _RowsPart, where)
     field = f"{where}.image_embeds"
-    rows = given.image_embeds or ""
+    rows = image.image_embeds or ""
     rows = _Rows(image_embeds=rows) if isinstance(rows, str) else rows
-    if not (rows.image_embeds or given.uuid):
+    if not (rows.image_embeds or image.uuid):
         raise field_error(field, "must be a file of safetensors or .npy in base64, or an object with one")
     grid = rows.image_grid_thw
     if grid is not None and (len(grid) != 3 or min(grid) < 1):
         raise field_error(f"{field}.image_grid_thw", "must be three positive whole numbers")
     time, height, width = grid or (0, 0, 0)
     url = f"data:;base64,{rows.image_embeds}" if rows.image_embeds else ""
-    uuid = given.uuid or ""
+    uuid = image.uuid or ""
     return MediaSource("image", b"", url, uuid, field, offset, bool(url), (time, height, width))
 
 

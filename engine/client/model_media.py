@@ -63,13 +63,13 @@ class RowShape(NamedTuple):
 
     def encoded(self, medium: PreparedMedium, field: str) -> EncodedMedium:
         """The rows of a medium that was encoded elsewhere. Raises `InvalidArgument` by `field` for another width."""
-        given = medium.inputs[EMBEDS]
-        length, width = given.shape
+        rows = medium.inputs[EMBEDS]
+        length, width = rows.shape
         if width != self.width:
             message = f"its rows have {width} numbers, and this model's have {self.width}"
             raise InvalidArgument(f"{field}: {message}", field=field)
-        parts = given.reshape(length, 1 + self.layers, self.hidden).swapaxes(0, 1)
-        return EncodedMedium(length, parts[0].tobytes(), _DTYPES[given.dtype.name], parts[1:].tobytes())
+        parts = rows.reshape(length, 1 + self.layers, self.hidden).swapaxes(0, 1)
+        return EncodedMedium(length, parts[0].tobytes(), _DTYPES[rows.dtype.name], parts[1:].tobytes())
 
 
 class PromptMedia(NamedTuple):
