@@ -40,8 +40,8 @@ class LayerBench:
         self.seconds = seconds
         self.dtype: torch.dtype = getattr(torch, work.dtype)
 
-    def _loader(self, rows: int, quantization: str = "none") -> WeightLoader:
-        built = BuildContext(self.dtype, self.device, rows, quantization=quantization)
+    def _loader(self, rows: int, quantization: str = "none", chunks: bool = False) -> WeightLoader:
+        built = BuildContext(self.dtype, self.device, rows, quantization=quantization, recurrence_chunks=chunks)
         return WeightLoader(RandomWeights(self.dtype, self.device), built)
 
     def _random(self, *shape: int) -> torch.Tensor:
@@ -95,17 +95,24 @@ class LayerBench:
         """Convolutions, and both recurrences, of rows that decode, of which each matrix is read and written, and of a
         prompt."""
         rows, prompt = self.work.attended[0], self.work.prompt
-        for count, told in ((1, f"decode of {rows}"), (prompt, f"prefill of {prompt:,}")):
+        prefill = f"prefill of {prompt:,}"
+        for count, told, chunks in (
+            (1, f"decode of {rows}", False),
+            (prompt, prefill, False),
+            (prompt, f"{prefill} by chunks", True),
+        ):
             own = rows if count == 1 else 1
             for shape, scans in ((self.work.delta_rule, False), (self.work.scan, True)):
                 name = "selective scan" if scans else "gated delta rule"
                 state = LayerState(shape.channels, 3, shape.heads, shape.key_size, shape.value_size)
                 context, x, gates = self._context(state, own, count)
-                recurrences = [self._recurrence(layer, shape, scans) for layer in range(LAYERS)]
+                recurrences = [self._recurrence(layer, shape, scans, chunks) for layer in range(LAYERS)]
                 seconds = self._turns(recurrences, x, gates, context)
                 moved = 2 * own * 4 * shape.heads * shape.key_size * shape.value_size
                 share = moved / seconds / read if count == 1 else None
                 yield Figure(f"{name} of {shape.heads} heads, {told}", 1e6 * seconds, "us", share, "bandwidth")
+            if chunks:
+                continue
             loader, channels = self._loader(own), shape.channels
             sizes, parts = (channels, 4), [slice(0, channels)]
             convolutions = [
@@ -131,8 +138,8 @@ class LayerBench:
         context = StepContext(batch, NOTHING, states=slots.begin_step(batch))
         return context, self._random(rows * count, state.channels), self._random(rows * count, 2 * state.heads)
 
-    def _recurrence(self, layer: int, shape: RecurrenceShape, scans: bool) -> StateRecurrence:
-        heads, loader = torch.ones(shape.heads, device=self.device), self._loader(1)
+    def _recurrence(self, layer: int, shape: RecurrenceShape, scans: bool, chunks: bool) -> StateRecurrence:
+        heads, loader = torch.ones(shape.heads, device=self.device), self._loader(1, chunks=chunks)
         if scans:
             return build_selective_scan(loader, layer, shape, 0, ScanSteps(-heads, heads, heads))
         return build_delta_rule(loader, layer, shape, DeltaRuleGates(-heads, heads, 0, shape.heads))

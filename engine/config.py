@@ -273,6 +273,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     then."""
     batch_invariance: bool = False
     """On a GPU products are computed in an order of sums that their rows do not decide; on a CPU they always are."""
+    recurrence_chunks: bool = False
+    """On a GPU prompts in bf16 go through recurrences by chunks of 16 tokens: cuts of prompts decide on last bits."""
     few_row_kernel: str = "auto"
     """on, off, or auto: on a GPU products of few rows in half precision are computed by a kernel of ours where it is
     measured to be faster."""

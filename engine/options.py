@@ -71,6 +71,8 @@ class EngineOptions:
     """Launch all steps kernel by kernel on a GPU, instead of replaying CUDA graphs."""
     batch_invariance: bool | None = None
     """On a GPU have kernels of ours compute all products, so that no row's result depends on how many are beside it."""
+    recurrence_chunks: bool | None = None
+    """On a GPU have prompts in bf16 go through recurrences by chunks of 16 tokens, on tensor cores."""
     few_row_kernel: Literal["auto", "on", "off"] | None = None
     """On a GPU have a kernel of ours compute products of up to 16 rows: auto, where it is faster; on, always; off."""
     warm_up_graphs: bool | None = None

@@ -160,5 +160,7 @@ class BuildContext(NamedTuple):
     """The largest rank of adapters that may be loaded; 0: none will be."""
     batch_invariance: bool = False
     """Products on a GPU take no row's sums in an order that other rows decide."""
+    recurrence_chunks: bool = False
+    """Prompts in bf16 go through a GPU's recurrences by chunks."""
     few_rows: "FewRowProducts | None" = None
     """Where products whose few rows a GPU's kernel may compute are kept; None: it computes none."""

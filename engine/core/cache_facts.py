@@ -29,6 +29,7 @@ def cache_facts(config: EngineConfig, capacity: Capacity, executor: Executor) ->
         "max_model_len": str(capacity.max_model_len),
         "device": "GPU" if capacity.on_gpu else "CPU",
         "batch_invariance": str(config.batch_invariance),
+        "recurrence_chunks": str(config.recurrence_chunks),
         "ranks": f"tensor {parallel.tensor}, pipeline {parallel.pipeline} {parallel.layers}, {parallel.whole_experts}",
         "drafter": f"{drafts.method} {Path(drafts.model).name}" if drafts is not None and drafts.computes else "",
         "groups": str(capacity.groups._replace(in_flight=0)),

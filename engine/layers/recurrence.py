@@ -70,7 +70,7 @@ def build_delta_rule(
         from ..gpu.recurrence import TritonRecurrence
 
         steps = ScanSteps(gates.rates, gates.bias, None)
-        columns, chunked = (gates.decay_column, gates.beta_column), not loader.context.batch_invariance
+        columns, chunked = (gates.decay_column, gates.beta_column), loader.context.recurrence_chunks
         return StateRecurrence(number, TritonRecurrence(shape, *columns, steps, chunked))
     return StateRecurrence(number, TorchRecurrence(shape, gates))
 
@@ -85,7 +85,7 @@ def build_selective_scan(
     if _served_by_triton(loader, shape):
         from ..gpu.recurrence import TritonRecurrence
 
-        chunked = not loader.context.batch_invariance
+        chunked = loader.context.recurrence_chunks
         return StateRecurrence(number, TritonRecurrence(shape, step_column, None, steps, chunked))
     return StateRecurrence(number, TorchRecurrence(shape, TorchScanSteps(steps, step_column)))
 

@@ -56,6 +56,11 @@ def build_context(
     if quantization not in ("none", "int8", "fp8", "int4"):
         message = f"quantization must be none, int8, fp8 or int4, got {quantization!r}"
         raise InvalidArgument(message, field="quantization")
+    if config.recurrence_chunks and config.batch_invariance:
+        message = (
+            "recurrence_chunks: what shares a step decides on them, which batch_invariance excludes; leave one out"
+        )
+        raise InvalidArgument(message, field="recurrence_chunks")
     directory = Path(config.cache_dir).expanduser()
     return BuildContext(
         getattr(torch, name),
@@ -68,6 +73,7 @@ def build_context(
         open_packing_cache(directory, config.cache_max_bytes) if config.cache_dir else None,
         max_lora_rank=0 if config.lora is None else config.lora.max_rank,
         batch_invariance=config.batch_invariance,
+        recurrence_chunks=config.recurrence_chunks,
         few_rows=_few_row_products(config, getattr(torch, name), device),
     )
 

@@ -109,6 +109,8 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
                 "convolution of 128 channels",
             )
         ),
+        "gated delta rule of 4 heads, prefill of 64 by chunks",
+        "selective scan of 4 heads, prefill of 64 by chunks",
         "latent attention of 4 heads, decode of 2 at 40",
         "latent attention of 4 heads, prefill of 64",
         "offline, 2 sequences",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,11 +95,11 @@ def test_loading_takes_little_more_than_the_result(
     assert after - before < 1.2 * numbers * each
 
 
-def executor(directory: Path, **settings: str) -> InlineExecutor:
+def executor(directory: Path, **settings: Any) -> InlineExecutor:
     return InlineExecutor(EngineConfig(model=str(directory), **settings))
 
 
-def load(directory: Path, **settings: str) -> None:
+def load(directory: Path, **settings: Any) -> None:
     made = executor(directory, **settings)
     try:
         made.load(lambda phase, fraction: None)
@@ -109,6 +110,11 @@ def load(directory: Path, **settings: str) -> None:
 def test_an_unknown_quantization_is_refused(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(InvalidArgument, match="quantization must be none, int8, fp8 or int4, got 'int3'"):
         load(checkpoint("llama"), quantization="int3")
+
+
+def test_chunks_of_recurrences_are_refused_beside_batch_invariance(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidArgument, match="recurrence_chunks: what shares a step decides on them"):
+        load(checkpoint("qwen3.5"), recurrence_chunks=True, batch_invariance=True)
 
 
 def test_a_foreign_model_is_not_quantised(checkpoint: Callable[..., Path]) -> None:
