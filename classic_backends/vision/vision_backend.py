@@ -1,5 +1,4 @@
-"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images and sounds of any
-size.
+"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images and sounds.
 
 A request has one medium's inputs by the names of the checkpoint's processor, each in an array with a first dimension of
 1 in front. They share executions as ragged inputs. torch and transformers are imported when a tower is loaded.

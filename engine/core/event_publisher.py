@@ -1,5 +1,5 @@
 """The sockets of cache events, as vLLM's: PUB with frames (topic, number, payload), and ROUTER for what a reader
-missed. Each has a thread of its own, for which nobody waits.
+missed. Each has a thread of its own.
 
 Numbers are 8 bytes, big-endian. A reader asks with (empty, first number); it gets (empty, topic, number, payload) for
 each batch that is still there, then (empty, topic, -1, empty).

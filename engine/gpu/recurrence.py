@@ -70,7 +70,7 @@ def _recurrence_kernel(
 ):
     """Program (row, head and n) has COLUMNS columns of a head's matrix, [KEY_SIZE, VALUE_SIZE] of a slot: it reads
     those of the row's source, and writes those of its saves and of its slot. CORRECTS: by the delta rule. CHUNK: of
-    rows with chunks it has the tokens before the first, or with BEHIND those behind the last; 0: all tokens."""
+    rows with chunks it has the tokens before the first, or with BEHIND those behind the last; 0: all."""
     index = tl.program_id(0)
     across: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     head = tl.program_id(1) // across

@@ -1,5 +1,5 @@
 """Where in a sound the tokens of a transcript begin, by the attention of some of Whisper's heads to it (arXiv
-2212.04356, and the reference's times of words): one pass of the decoder over tokens that are known, in torch.
+2212.04356): one pass of the decoder over tokens that are known, in torch.
 
 Weights stay in the checkpoint's files, and a pass has those of one layer at a time: few requests ask for such times.
 """

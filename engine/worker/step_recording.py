@@ -29,8 +29,8 @@ def record_steps(
     record: Recorder,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Have the decode steps of a rank, its steps with short parts of prompts, and the passes of a model that drafts for
-    it, recorded by `record` if they can be. Rows with drafts have as many places as the attention takes, and adapters
+    """Have a rank's decode steps, steps with short parts of prompts, and a draft model's passes recorded by `record` if
+    they can be. Rows with drafts have as many places as the attention takes, and adapters
     are in it where kernels add them. `clock`: with several ranks the same on all of them."""
     if config.enforce_eager:
         log.info("steps are computed without CUDA graphs: enforce_eager")
