@@ -11,14 +11,12 @@ from ..core.errors import Internal, InvalidArgument, Unavailable
 from ..core.media import KIND_NOUNS, MediaKind, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..processes.child_process import anonymous_file
+from ..processes.host import NICENESS, PATIENT_NICENESS
 from ..processes.limited_process import CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from .limits import MediaLimits
 from .preparing_process import PreparedAnswer, copy_arrays, make_answer
 
 _START_SECONDS = 120.0
-_NICENESS, _PATIENT_NICENESS = 5, 15
-"""Beside an engine that takes all cores the first has a quarter of one, the second a thirtieth: a decode step never
-waits for an image."""
 _PATIENCE = 10.0
 """Meanwhile preparing may last so many times as long as it computes."""
 _KEPT = 16 << 20
@@ -39,7 +37,8 @@ class PreparingWorker:
             os.ftruncate(descriptor, size)
             self._memory = mmap.mmap(descriptor, size)
             arguments = (checkpoint, limits, descriptor, kinds)
-            niceness = _PATIENT_NICENESS if "image" in kinds else _NICENESS
+            # A decode step never waits for an image.
+            niceness = PATIENT_NICENESS if "image" in kinds else NICENESS
             self._process = LimitedProcess(
                 "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=niceness
             )

@@ -22,7 +22,9 @@ _libc = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 
-_NICENESS = 10
+NICENESS, PATIENT_NICENESS = 5, 15
+"""Of processes beside an engine that takes all cores: the first has a quarter of one, the second a thirtieth."""
+_THREAD_NICENESS = 10
 """The niceness of threads that give way."""
 
 _LARGE = 4 << 20
@@ -210,7 +212,7 @@ def computing_seconds(pid: int) -> float | None:
     return None
 
 
-def lower_thread_priority(niceness: int = _NICENESS) -> None:
+def lower_thread_priority(niceness: int = _THREAD_NICENESS) -> None:
     """Let the calling thread give way to the threads that compute steps (on Linux)."""
     if hasattr(os, "setpriority"):
         with suppress(OSError):

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from .child_process import describe_exit, python_child
-from .host import computing_seconds
+from .host import PATIENT_NICENESS, computing_seconds
 
 _START_SECONDS = 60.0
-_NICE = 15
-"""The usual niceness of a process."""
 _LAST_WORDS = 1.0
 """Seconds that a process has to end after it closed its connection."""
 
@@ -56,7 +54,7 @@ class LimitedProcess:
         make: Callable[..., Answer],
         *arguments: Any,
         inherited: Sequence[int] = (),
-        niceness: int = _NICE,
+        niceness: int = PATIENT_NICENESS,
     ) -> None:
         self._connection, theirs = Pipe()
         try:

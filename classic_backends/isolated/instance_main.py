@@ -21,7 +21,7 @@ from ...core.errors import CharoniaError, SentError
 from ...core.model import ModelConfig, RawConfig
 from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
-from ...processes.host import release_free_memory
+from ...processes.host import NICENESS, release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
@@ -129,9 +129,6 @@ class TensorConnection(Generic[T]):
 OPENMP_SPINS = 5000
 """Rounds that a thread of OpenMP spins before it sleeps, some 0.1 ms: with fewer a small model gets slower, and with
 many more two models at once do."""
-
-NICENESS, PATIENT_NICENESS = 5, 15
-"""The first gives a process a third of an engine core's weight, the second a thirtieth."""
 
 
 class InstanceTask(NamedTuple):

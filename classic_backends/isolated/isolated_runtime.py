@@ -20,11 +20,10 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ...processes import gc_tuning
 from ...processes.child_process import anonymous_file, describe_exit, python_child
+from ...processes.host import NICENESS, PATIENT_NICENESS
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
 from .instance_main import (
-    NICENESS,
-    PATIENT_NICENESS,
     ConfigCompleted,
     ExecuteBatch,
     FromInstance,

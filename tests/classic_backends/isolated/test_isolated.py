@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 from charonia.classic_backends.batching import instance, instance_pool
 from charonia.classic_backends.batching.instance_pool import EXECUTION_TIMEOUT, RESTART_PAUSE
 from charonia.classic_backends.isolated.instance_main import (
-    NICENESS,
     OPENMP_SPINS,
-    PATIENT_NICENESS,
     InstanceTask,
     TensorConnection,
 )
@@ -40,6 +38,7 @@ from charonia.core.runtime import InstancePlacement
 from charonia.core.tensor import Tensor, TensorSpec
 from charonia.processes import gc_tuning
 from charonia.processes.child_process import anonymous_file
+from charonia.processes.host import NICENESS, PATIENT_NICENESS
 
 from ...waiting import until
 from ..asking import answers
