@@ -171,7 +171,7 @@ def classic_runtime_loader(
 def media_services(part: MediaPart, name: str, version: str) -> MediaServices:
     """What serves the part for media of a language model. Raises `Unsupported` or `InvalidArgument` for one that is not
     served."""
-    tower = cast(MediaEncoder, _import("classic_backends.vision.media_tower", "MediaTower")(name, version, part.tower))
+    tower = cast(MediaEncoder, _import("classic_backends.tower.media_tower", "MediaTower")(name, version, part.tower))
     limits = _import("media.limits", "MediaLimits")(part.config)
     kinds = part.tower.kinds
     preparer = _import("media.reader", "MediaReader")(part.tower.checkpoint, limits, kinds=kinds) if kinds else None

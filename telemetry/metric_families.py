@@ -131,7 +131,7 @@ CHARONIA_FAMILIES = (
     MetricFamily("charonia_media_seconds_total", "counter", "Time of images until they were decoded, waiting included"),
     MetricFamily("charonia_media_cache_bytes", "gauge", "Images that are kept as they were decoded and scaled"),
     MetricFamily("charonia_tower_running", "gauge", "Images that the tower computes or that wait for it"),
-    MetricFamily("charonia_tower_images_total", "counter", "Images that the tower has computed"),
+    MetricFamily("charonia_tower_images_total", "counter", "Images, sounds and texts that the tower has computed"),
     MetricFamily("charonia_tower_seconds_total", "counter", "Their time, waiting included"),
     MetricFamily("charonia_tower_batches_total", "counter", "Executions of the tower"),
     MetricFamily("charonia_tower_cache_queries_total", "counter", "Images of requests that have come to the tower"),

@@ -96,7 +96,7 @@ INNER_FLOORS = {
         "batching",
         "sequences",
         ".model .builtin onnx torch isolated python",
-        "encoder vision",
+        "encoder tower",
     ),
 }
 """The parts of a floor from low to high: folders and, with a dot, modules. A module that is not named lies lowest."""

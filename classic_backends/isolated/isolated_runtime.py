@@ -253,8 +253,8 @@ PYTORCH = IsolatableLoader(
 ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
-VISION = IsolatableLoader("charonia.classic_backends.vision.vision_backend:VISION", ISOLATED, library_bytes=250 << 20)
-PATIENT_VISION = replace(VISION, niceness=PATIENT_NICENESS)
+TOWER = IsolatableLoader("charonia.classic_backends.tower.tower_backend:TOWER", ISOLATED, library_bytes=250 << 20)
+PATIENT_TOWER = replace(TOWER, niceness=PATIENT_NICENESS)
 """Gives way to steps that decode: what it makes stands in prompts, and is not all that a decoder reads."""
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)

@@ -25,8 +25,8 @@ from onnx import helper
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from charonia.classic_backends.vision.vision_files import read_vision_files
-from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.classic_backends.tower.tower import Tower
+from charonia.classic_backends.tower.tower_files import read_tower_files
 from charonia.core.media import MediaSource
 from charonia.core.request import ChatMessage, Conversation
 from charonia.media.processor import ImageProcessor
@@ -335,7 +335,7 @@ def rows(checkpoints: dict[str, Path]) -> list[tuple[Any, Any]]:
     """What the model's own tower makes of the pictures, with what its first layers take beside it, and their grids."""
     processor = ImageProcessor(checkpoints[NAME])
     inputs = [processor.process(Image.fromarray(pixels)).inputs for pixels in IMAGES]
-    made = VisionTower(read_vision_files(checkpoints[NAME], "auto"), "cpu", together=False).encode(inputs)
+    made = Tower(read_tower_files(checkpoints[NAME], "auto"), "cpu", together=False).encode(inputs)
     whole = [torch.cat((medium.rows, *medium.deepstack), 1).numpy() for medium in made]
     return [*zip(whole, (each["image_grid_thw"] for each in inputs), strict=True)]
 

@@ -14,7 +14,7 @@ from ...core.errors import InvalidArgument
 from ...core.media import ALIGNED_TOKENS, FEATURES, SOURCE
 from ...core.published_form import flat_config, flat_name
 from ...tokenization.checkpoint_files import read_json
-from .vision_files import VisionFiles
+from .tower_files import TowerFiles
 
 
 class TowerFeatures(NamedTuple):
@@ -45,7 +45,7 @@ class TowerModule(NamedTuple):
     """Its rows are counts, int32, and no numbers of the tower's dtype."""
 
 
-def load_own_parts(own: OwnParts, files: VisionFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
+def load_own_parts(own: OwnParts, files: TowerFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
     """An encoder of the engine, which has its decoder, and what aligns tokens with its rows, if anything does. Raises
     as their own functions."""
     load: Any = resolve_name(own.encoder)
@@ -59,7 +59,7 @@ def load_own_parts(own: OwnParts, files: VisionFiles, dtype: torch.dtype, device
     return encoder, TowerModule(ALIGNED_TOKENS, lambda **inputs: TowerFeatures(align(**inputs)), counts=True)
 
 
-def read_weights(files: VisionFiles) -> dict[str, Tensor]:
+def read_weights(files: TowerFiles) -> dict[str, Tensor]:
     """The tensors by their names in transformers."""
     tensors: dict[str, Tensor] = {}
     for file in {weight.file for weight in files.weights}:
@@ -70,7 +70,7 @@ def read_weights(files: VisionFiles) -> dict[str, Tensor]:
     return tensors
 
 
-def read_config(files: VisionFiles) -> Any:
+def read_config(files: TowerFiles) -> Any:
     """The configuration as transformers has it."""
     import transformers
 
@@ -81,7 +81,7 @@ def read_config(files: VisionFiles) -> Any:
 
 
 @contextmanager
-def loading(files: VisionFiles) -> Iterator[None]:
+def loading(files: TowerFiles) -> Iterator[None]:
     """The block in which transformers loads the tower, in silence: its report of what is missing is
     ours. Raises `InvalidArgument` if it cannot."""
     import transformers
@@ -98,7 +98,7 @@ def loading(files: VisionFiles) -> Iterator[None]:
         log.set_verbosity(verbosity)
 
 
-def refuse_missing(files: VisionFiles, weights: Iterable[str]) -> None:
+def refuse_missing(files: TowerFiles, weights: Iterable[str]) -> None:
     """Raises `InvalidArgument` if some weights of the tower are missing."""
     if missing := sorted(weights):
         shown = ", ".join(missing[:3])

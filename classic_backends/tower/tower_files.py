@@ -76,7 +76,7 @@ class StoredWeight(NamedTuple):
     numbers: int
 
 
-class VisionFiles(NamedTuple):
+class TowerFiles(NamedTuple):
     """The tower of one checkpoint."""
 
     directory: Path
@@ -92,7 +92,7 @@ class VisionFiles(NamedTuple):
         return sum(weight.numbers for weight in self.weights) * (_WIDTHS[self.dtype] if gpu else 4)
 
 
-def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] = ("image",)) -> VisionFiles:
+def read_tower_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] = ("image",)) -> TowerFiles:
     """Read the headers of a checkpoint. `dtype`: to compute in; "auto" is the checkpoint's. `kinds`: of the media whose
     parts are wanted; without any it is an encoder of texts that the engine loads, and what is counted are its numbers.
 
@@ -105,7 +105,7 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
     stored = str(_stored_dtype(config)) if dtype == "auto" else dtype
     stored = stored if stored in _WIDTHS else "float32"
     if not kinds:
-        return VisionFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
+        return TowerFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
     if not any(family in families for families in _FAMILIES.values()):
         known = ", ".join(sorted({name for kind in kinds for name in _FAMILIES[kind]}))
         nouns = plural_nouns(kinds)
@@ -116,7 +116,7 @@ def read_vision_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] 
     )
     if not weights:
         raise InvalidArgument(f"{directory} has no weights of a tower, only those of the language part")
-    return VisionFiles(directory, family, stored, weights, kinds)
+    return TowerFiles(directory, family, stored, weights, kinds)
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> Any:

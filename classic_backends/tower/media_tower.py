@@ -19,9 +19,9 @@ from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
 from ...core.request_context import RequestContext
 from ...core.runtime import Arrays, Parameters
-from ..isolated.isolated_runtime import PATIENT_VISION, VISION, IsolatableLoader
+from ..isolated.isolated_runtime import PATIENT_TOWER, TOWER, IsolatableLoader
 from ..model import ClassicModel
-from .vision_backend import (
+from .tower_backend import (
     DEEPSTACK,
     LENGTH,
     OWN_ALIGNER,
@@ -29,10 +29,10 @@ from .vision_backend import (
     QUANTIZATION,
     ROWS,
     read_response,
-    vision_config,
-    vision_request,
+    tower_config,
+    tower_request,
 )
-from .vision_files import read_vision_files
+from .tower_files import read_tower_files
 from .window_aligner import WindowAligner
 
 _ENDPOINT = "media"
@@ -60,16 +60,16 @@ class _Encoding:
 
 class MediaTower:
     """A `MediaEncoder` over the tower of a checkpoint. `parameters`: of its instance, such as EXECUTION. Raises as
-    `read_vision_files`."""
+    `read_tower_files`."""
 
     def __init__(self, name: str, version: str, spec: TowerSpec, parameters: Parameters = _NO_PARAMETERS) -> None:
         directory = Path(spec.checkpoint)
-        files = read_vision_files(directory, spec.dtype, spec.kinds)
+        files = read_tower_files(directory, spec.dtype, spec.kinds)
         if spec.own_encoder:
             own = {OWN_ENCODER: spec.own_encoder, OWN_ALIGNER: spec.own_aligner, QUANTIZATION: spec.quantization}
             parameters = {**parameters, **own}
-        config = vision_config(name, version, files, spec.gpu, parameters)
-        loader: IsolatableLoader = VISION if spec.own_encoder else PATIENT_VISION
+        config = tower_config(name, version, files, spec.gpu, parameters)
+        loader: IsolatableLoader = TOWER if spec.own_encoder else PATIENT_TOWER
         self._model = ClassicModel(config, loader, directory)
         self._dtype = files.dtype
         self._spec = spec
@@ -154,7 +154,7 @@ class MediaTower:
         return outputs
 
     def _responses(self, inputs: Arrays, context: RequestContext) -> Any:
-        return self._model.infer(vision_request(inputs), context)
+        return self._model.infer(tower_request(inputs), context)
 
     async def align(self, window: AlignedWindow, context: RequestContext) -> Sequence[int]:
         if self._closing:

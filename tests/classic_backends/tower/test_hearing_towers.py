@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForMultimodalLM
 
-from charonia.classic_backends.vision.vision_files import read_vision_files
-from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.classic_backends.tower.tower import Tower
+from charonia.classic_backends.tower.tower_files import read_tower_files
 from charonia.media.prompt_sounds import PromptSounds
 from tests.hearing_prompts import MODELS_THAT_HEAR, only_ears, prompt_inputs, transformers_form, write_hearing
 from tests.media.sounds import tones
@@ -25,7 +25,7 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     sounds = PromptSounds(directory)
     prepared = [sounds.process(tones(seconds, seed)) for seed, seconds in enumerate(SECONDS)]
     kinds: Any = ("image", "audio") if name == "gemma4" else ("audio",)
-    tower = VisionTower(read_vision_files(directory, "auto", kinds), "cpu", together=False)
+    tower = Tower(read_tower_files(directory, "auto", kinds), "cpu", together=False)
     made = tower.encode([medium.inputs for medium in prepared])
     with only_ears():
         model: Any = AutoModelForMultimodalLM.from_pretrained(transformers_form(directory, name), dtype=torch.float32)

@@ -15,8 +15,8 @@ from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
 from .hearing_modules import load_gemma3n_ear, sound_features
 from .lean_imports import lean_imports
+from .tower_files import TowerFiles
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
-from .vision_files import VisionFiles
 
 _GRIDS, _PIXELS = "image_grid_thw", "pixel_values"
 _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
@@ -25,7 +25,7 @@ _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 _PARTS: Mapping[MediaKind, str] = {"image": "vision_config", "audio": "audio_config"}
 """By kind of media, the part of a configuration that has its tower."""
 
-LoadTower: TypeAlias = Callable[[VisionFiles, torch.dtype, str], tuple[TowerModule, ...]]
+LoadTower: TypeAlias = Callable[[TowerFiles, torch.dtype, str], tuple[TowerModule, ...]]
 """Loads the tower of a checkpoint to compute in a dtype, on a device: a part for each kind of media."""
 
 
@@ -38,7 +38,7 @@ class MediumRows(NamedTuple):
     """[layers, length, hidden], of no layers in most families."""
 
 
-def load_beside_text(files: VisionFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
+def load_beside_text(files: TowerFiles, dtype: torch.dtype, device: str) -> tuple[TowerModule, ...]:
     """The whole model without layers of text."""
     if files.family == "gemma3n":
         return (load_gemma3n_ear(files, dtype, device),)
@@ -74,7 +74,7 @@ def load_beside_text(files: VisionFiles, dtype: torch.dtype, device: str) -> tup
     return tuple(modules)
 
 
-class VisionTower:
+class Tower:
     """A tower and its projector, of images or sounds or both, or an encoder of sounds: rows in the files' dtype,
     whatever the host computes in.
 
@@ -82,7 +82,7 @@ class VisionTower:
     kernels are launched in more time than one of them takes. Without, a row never depends on other media.
     """
 
-    def __init__(self, files: VisionFiles, device: str, together: bool, load: LoadTower = load_beside_text) -> None:
+    def __init__(self, files: TowerFiles, device: str, together: bool, load: LoadTower = load_beside_text) -> None:
         self._device = device
         self._together = together
         self._stored: torch.dtype = getattr(torch, files.dtype)

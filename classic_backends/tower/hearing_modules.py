@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...core.media import FEATURES
+from .tower_files import TowerFiles
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
-from .vision_files import VisionFiles
 
 _MOST_WINDOWS = 8
 """Windows of a sound that are computed at a time where each is attended to by itself; a second takes 6 MB."""
@@ -39,7 +39,7 @@ def _gemma4(model: Any, input_features: Tensor, input_features_mask: Tensor) -> 
     return [rows[mask.bool()] for rows, mask in zip(made.pooler_output, made.attention_mask, strict=True)]
 
 
-def load_gemma3n_ear(files: VisionFiles, dtype: torch.dtype, device: str) -> TowerModule:
+def load_gemma3n_ear(files: TowerFiles, dtype: torch.dtype, device: str) -> TowerModule:
     """The encoder of sounds of a Gemma 3n alone: transformers' whole model wants the library of its images' tower."""
     from transformers.models.gemma3n import modeling_gemma3n as gemma3n
 

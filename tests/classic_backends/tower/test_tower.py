@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from charonia.classic_backends.vision.vision_files import read_vision_files
-from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.classic_backends.tower.tower import Tower
+from charonia.classic_backends.tower.tower_files import read_tower_files
 from charonia.core.errors import InvalidArgument, Unsupported
 from charonia.core.runtime import Arrays
 from charonia.media.processor import ImageProcessor
@@ -40,10 +40,10 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     directory = write_seeing(tmp_path, name)
     processor = ImageProcessor(directory)
     media = [processor.process(Image.fromarray(picture(*size, seed))).inputs for seed, size in enumerate(SIZES)]
-    files = read_vision_files(directory, "auto")
+    files = read_tower_files(directory, "auto")
     expected = reference(directory, media)
-    alone = VisionTower(files, "cpu", together=False).encode(media)
-    beside = VisionTower(files, "cpu", together=True).encode(media)
+    alone = Tower(files, "cpu", together=False).encode(media)
+    beside = Tower(files, "cpu", together=True).encode(media)
     for (rows, layers), one, other in zip(expected, alone, beside, strict=True):
         assert torch.equal(one.rows, rows)
         assert len(one.deepstack) == len(layers)
@@ -55,17 +55,17 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="images of the family 'llama' are not served"):
-        read_vision_files(write_checkpoint(tmp_path / "text"), "auto")
+        read_tower_files(write_checkpoint(tmp_path / "text"), "auto")
     with pytest.raises(Unsupported, match=r"sounds of the family 'llama' are not served; those of .*voxtral"):
-        read_vision_files(tmp_path / "text", "auto", ("audio",))
+        read_tower_files(tmp_path / "text", "auto", ("audio",))
     seeing = write_seeing(tmp_path / "llava", "llava")
-    files = read_vision_files(seeing, "bfloat16")
+    files = read_tower_files(seeing, "bfloat16")
     numbers = sum(weight.numbers for weight in files.weights)
     assert (files.bytes(gpu=True), files.bytes(gpu=False)) == (2 * numbers, 4 * numbers)
     lacking = files._replace(weights=files.weights[1:])
     with pytest.raises(InvalidArgument, match="lacks 1 weights of its tower: model"):
-        VisionTower(lacking, "cpu", together=False)
-    tower = VisionTower(files, "cpu", together=False)
+        Tower(lacking, "cpu", together=False)
+    tower = Tower(files, "cpu", together=False)
     [medium] = tower.encode([{"pixel_values": torch.zeros(1, 3, 28, 28).numpy()}])
     assert medium.rows.dtype == torch.bfloat16
     with pytest.raises(InvalidArgument, match="no pixel_values"):
@@ -80,8 +80,8 @@ def test_a_tower_beside_a_quantised_language_part(tmp_path: Path, style: str) ->
     source = write_seeing(tmp_path / "source", "qwen2.5-vl")
     small, _ = write_quantised(source, tmp_path / "quantised", STYLES[style]())
     media = [ImageProcessor(source).process(Image.fromarray(picture(90, 50))).inputs]
-    [right] = VisionTower(read_vision_files(source, "auto"), "cpu", together=False).encode(media)
-    files = read_vision_files(small, "auto")
+    [right] = Tower(read_tower_files(source, "auto"), "cpu", together=False).encode(media)
+    files = read_tower_files(small, "auto")
     assert all("visual" in weight.name for weight in files.weights)
-    [medium] = VisionTower(files, "cpu", together=False).encode(media)
+    [medium] = Tower(files, "cpu", together=False).encode(media)
     assert torch.equal(medium.rows, right.rows)

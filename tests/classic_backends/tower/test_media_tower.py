@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD
-from charonia.classic_backends.vision.media_tower import MediaTower
+from charonia.classic_backends.tower.media_tower import MediaTower
 from charonia.core.errors import InvalidArgument, Unavailable
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import EncodedMedium, TowerSpec

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from charonia.classic_backends.vision.vision_files import read_vision_files
-from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.classic_backends.tower.tower_files import read_tower_files
+from charonia.classic_backends.tower.tower import Tower
 
 disable, available = torch.compiler.disable, torch.distributed.is_available()
-tower = VisionTower(read_vision_files(Path(sys.argv[1]), "auto"), "cpu", together=False)
+tower = Tower(read_tower_files(Path(sys.argv[1]), "auto"), "cpu", together=False)
 [medium] = tower.encode([{"pixel_values": np.ones((1, 3, 48, 48), np.float32)}])
 assert medium.rows.shape == (36, 192)
 for name in ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "triton"):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.classic_backends.vision.window_aligner import WindowAligner
+from charonia.classic_backends.tower.window_aligner import WindowAligner
 from charonia.core.errors import InvalidArgument, Unavailable
 from charonia.core.media import ALIGNED_ROWS, ALIGNED_SPANS, ALIGNED_TOKENS
 from charonia.core.media_models import AlignedWindow, EncodedMedium

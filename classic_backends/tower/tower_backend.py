@@ -1,4 +1,4 @@
-"""The `vision` backend: the tower of one checkpoint as a classic model, whose requests are images and sounds.
+"""The `tower` backend: the tower of one checkpoint as a classic model, whose requests are images and sounds.
 
 A request has one medium's inputs by the names of the checkpoint's processor, each in an array with a first dimension of
 1 in front. They share executions as ragged inputs. torch and transformers are imported when a tower is loaded.
@@ -19,10 +19,10 @@ from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, Runt
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
 from ...processes.host import torch_has_cuda
 from ..backend_config import config_type, threads_per_instance
-from .vision_files import INPUTS, VisionFiles, read_vision_files
+from .tower_files import INPUTS, TowerFiles, read_tower_files
 
 if TYPE_CHECKING:
-    from .vision_modules import VisionTower
+    from .tower import Tower
 
 ROWS, DEEPSTACK, LENGTH = "rows", "deepstack", "length"
 """The outputs: bytes, bytes, and how many rows there are."""
@@ -38,18 +38,18 @@ GPU_BATCH = 8
 """Media of one execution on a GPU; on the host they are computed one by one, and answered as soon."""
 
 _SHAPE = "_shape"
-_BACKEND = "vision"
+_BACKEND = "tower"
 
 
-class VisionLoader(RuntimeLoader):
+class TowerLoader(RuntimeLoader):
     """Loads the tower of the checkpoint in the version's directory."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
     ) -> Runtime:
         from ..torch.torch_backend import choose_device, set_torch_threads
+        from .tower import Tower, load_beside_text
         from .tower_module import OwnParts, load_own_parts
-        from .vision_modules import VisionTower, load_beside_text
 
         set_torch_threads(threads_per_instance(config.raw))
         device = choose_device(config.name, placement) or "cpu"
@@ -57,7 +57,7 @@ class VisionLoader(RuntimeLoader):
         encoder = parameters.get(OWN_ENCODER)
         own = OwnParts(encoder or "", parameters.get(OWN_ALIGNER, ""), parameters.get(QUANTIZATION, "none"))
         load = partial(load_own_parts, own) if encoder else load_beside_text
-        return VisionRuntime(VisionTower(files, device, device != "cpu", load))
+        return TowerRuntime(Tower(files, device, device != "cpu", load))
 
     def uses_gpus(self) -> bool:
         return torch_has_cuda()
@@ -69,18 +69,18 @@ class VisionLoader(RuntimeLoader):
         return (MemoryNeed(files.bytes(bool(gpus)), *gpus),)
 
 
-def _read_files(directory: Path, parameters: Parameters) -> VisionFiles:
+def _read_files(directory: Path, parameters: Parameters) -> TowerFiles:
     named = parameters.get(KINDS, "image").split(",")
     kinds = tuple(kind for kind in KIND_NOUNS if kind in named)
-    return read_vision_files(directory, parameters.get(DTYPE, "auto"), kinds)
+    return read_tower_files(directory, parameters.get(DTYPE, "auto"), kinds)
 
 
-class VisionRuntime(Runtime):
+class TowerRuntime(Runtime):
     """One instance, with weights of its own."""
 
-    def __init__(self, tower: "VisionTower") -> None:
+    def __init__(self, tower: "Tower") -> None:
         self.traits = RuntimeTraits(ragged=True)
-        self._tower: VisionTower | None = tower
+        self._tower: Tower | None = tower
 
     def execute(self, inputs: Arrays, output_names: Sequence[str]) -> Iterator[Arrays]:
         assert self._tower is not None
@@ -119,7 +119,7 @@ def _bytes_of(tensor: Any) -> bytes:
     return bytes(flat.cpu().numpy().tobytes())
 
 
-def vision_config(name: str, version: str, files: VisionFiles, gpu: int | None, parameters: Parameters) -> ModelConfig:
+def tower_config(name: str, version: str, files: TowerFiles, gpu: int | None, parameters: Parameters) -> ModelConfig:
     """The config of a tower's model, with one instance on the host or on that GPU."""
     inputs = [
         {"name": name, "data_type": config_type(datatype), "dims": [-1], "allow_ragged_batch": True}
@@ -157,7 +157,7 @@ def vision_config(name: str, version: str, files: VisionFiles, gpu: int | None, 
     )
 
 
-def vision_request(inputs: Arrays) -> InferRequest:
+def tower_request(inputs: Arrays) -> InferRequest:
     """The request for one medium. Raises `InvalidArgument` for inputs that no tower takes."""
     tensors: dict[str, Tensor] = {}
     for name, array in inputs.items():
@@ -173,4 +173,4 @@ def read_response(outputs: Sequence[Tensor]) -> Mapping[str, Any]:
     return {tensor.name: tensor.data.reshape(-1)[0] for tensor in outputs}
 
 
-VISION = VisionLoader()
+TOWER = TowerLoader()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, BartConfig, M2M100Config, T5Config
 
-from charonia.classic_backends.vision.tower_module import OwnParts, load_own_parts
-from charonia.classic_backends.vision.vision_files import read_vision_files
-from charonia.classic_backends.vision.vision_modules import VisionTower
+from charonia.classic_backends.tower.tower import Tower
+from charonia.classic_backends.tower.tower_files import read_tower_files
+from charonia.classic_backends.tower.tower_module import OwnParts, load_own_parts
 from charonia.core.media import SOURCE
 
 LOAD = partial(load_own_parts, OwnParts("charonia.engine.models.text_encoder:load_text_encoder", "", "none"))
@@ -36,12 +36,12 @@ def test_rows_are_those_of_transformers(tmp_path: Path, config: Any, pickled: bo
     if pickled:
         (tmp_path / "model.safetensors").unlink()
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    files = read_vision_files(tmp_path, "auto", ())
+    files = read_tower_files(tmp_path, "auto", ())
     encoder = sum(weight.numel() for weight in model.get_encoder().parameters())
     assert files.bytes(gpu=False) >= 4 * encoder
     texts = [torch.randint(4, 100, (1, length)) for length in (1, 17, 64, 17)]
     expected = [model.get_encoder()(text).last_hidden_state[0] for text in texts]
-    tower = VisionTower(files, "cpu", together=False, load=LOAD)
+    tower = Tower(files, "cpu", together=False, load=LOAD)
     together = tower.encode([{SOURCE: text.numpy()} for text in texts])
     for text, wanted, beside in zip(texts, expected, together, strict=True):
         [alone] = tower.encode([{SOURCE: text.numpy()}])
