@@ -208,7 +208,10 @@ def decode_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[s
     cut = {"PLACES": places, "PART": PART_TOKENS, "M": queries, "TILE": _tile_tokens(spec)}
     stages = 3 if spec.shape.codes is None else 5
     warps = 8 if queries == 32 or spec.shape.head_dim > 256 or spec.shape.codes is not None else 4
-    return _sizes(spec, sinks) | cut | {"num_warps": warps, "num_stages": stages}
+    launch = {"num_warps": warps, "num_stages": stages}
+    if spec.shape.head_dim > 256 and spec.shape.codes is None:
+        launch["maxnreg"] = 224  # else Hopper's assembler would rather spill than use more than 128
+    return _sizes(spec, sinks) | cut | launch
 
 
 def combine_plan(spec: AttentionSpec, places: int, sinks: bool = False) -> dict[str, Any]:

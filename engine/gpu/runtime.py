@@ -108,5 +108,5 @@ class Specialisation(NamedTuple):
 
     @property
     def label(self) -> str:
-        constants = (f"{name}={value}" for name, value in self.constants.items())
+        constants = (f"{name}={value}" for name, value in (*self.constants.items(), *self.options.items()))
         return " ".join((self.kernel.__name__, *dict.fromkeys(self.types.values()), *constants))
