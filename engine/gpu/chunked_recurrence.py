@@ -25,8 +25,6 @@ CHUNKED_TYPES = (torch.bfloat16,)
 """The dtypes of queries, keys and values that go by chunks: others would be cut in two, for which registers spill."""
 _COLUMNS = 16
 """Columns of a program; to be measured."""
-_DIAGONAL = tl.constexpr(16)
-"""Rows of the triangles that are inverted row by row."""
 
 
 @triton.jit
@@ -45,30 +43,15 @@ def _product(a, b):
 
 
 @triton.jit
-def _exact_product(a, b):
-    """A product of float32."""
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
 def _invert(a, CHUNK: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangle: triangles on the diagonal by substitution, and then two at a time, the
-    inverse d of which becomes d - d a d with what of a lies between."""
+    """(1 + a)^-1 of a strictly lower triangle, by substitution."""
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    own = row // _DIAGONAL == column // _DIAGONAL
     inverse = tl.where(row == column, 1.0, 0.0)
-    small = tl.where(own, a, 0.0)
-    for line in range(1, _DIAGONAL):
-        is_line = row % _DIAGONAL == line
-        factors = tl.sum(tl.where(is_line, small, 0.0), 0)  # of each triangle this row
+    for line in range(1, CHUNK):
+        factors = tl.sum(tl.where(row == line, a, 0.0), 0)
         solved = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(is_line & own, tl.where(row == column, 1.0, -solved[None, :]), inverse)
-    width = _DIAGONAL
-    while width < CHUNK:
-        between = (row // (2 * width) == column // (2 * width)) & (row // width != column // width)
-        inverse -= _exact_product(inverse, _exact_product(tl.where(between, a, 0.0), inverse))
-        width *= 2
+        inverse = tl.where(row == line, tl.where(row == column, 1.0, -solved[None, :]), inverse)
     return inverse
 
 
