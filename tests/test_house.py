@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_064,
     "media": 1_399,
     "scheduler": 2_375,
-    "engine": 31_160,
+    "engine": 31_190,
     "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,

@@ -10,9 +10,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -81,6 +81,16 @@ class CudaRecorder:
             graph.capture_end()
 
 
+class CapturingRanks(Protocol):
+    """The ranks that compute a step together, and capture it at the same time."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """What is computed meanwhile waits for no other rank, and means nothing."""
+
+    def agree(self, own: bool, device: torch.device) -> bool:
+        """Whether all ranks say yes; `own`: whether this one does. All ask at once."""
+
+
 class _Failures(NamedTuple):
     """Consecutive failed captures."""
 
@@ -111,8 +121,8 @@ class StaticStep(NamedTuple):
 class StepGraphs:
     """The graphs of steps, for one thread. `compute(step)` returns the logits [L, vocabulary], and then other outputs
     at each place; it reads numbers on the device alone, and its buffers stay in place until `forget`. `eager_steps`
-    counts steps without a graph, and `failed_captures` is counted, too: each is tried again later. `agree`: whether all
-    ranks that compute such a step together have captured it, told whether this one has; then `clock` is theirs, too."""
+    counts steps without a graph, and `failed_captures` is counted, too: each is tried again later. `ranks`: those that
+    compute such a step together, if there are several; then `clock` is theirs, too."""
 
     def __init__(
         self,
@@ -121,10 +131,10 @@ class StepGraphs:
         device: torch.device,
         record: Recorder,
         clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[bool], bool] | None = None,
+        ranks: CapturingRanks | None = None,
     ) -> None:
         self._compute = compute
-        self._agree = agree
+        self._ranks = ranks
         self.buckets = buckets
         self._device = device
         self._record = record
@@ -236,37 +246,44 @@ class StepGraphs:
         return all(now >= self._failures[failed].again for failed in (key, None) if failed in self._failures)
 
     def _capture(self, key: GraphKey) -> None:
-        """Record the step of a bucket. The first computation compiles kernels and finds out how wide outputs are. What
-        one of several ranks cannot capture none of them has.
-
-        Raises:
-            Exception: the step of several ranks cannot be computed; the others wait for this one in vain.
-        """
-        step = self._padded_step(key)
+        """Record the step of a bucket. What one of several ranks cannot compute or capture none of them has."""
         failure: Exception | None = None
-        is_computed = False
         try:
-            first = self._compute(step)
-            is_computed = True
-            if not self._outputs:
-                lines = self.buckets.lines, *[self.buckets.places] * (len(first) - 1)
-                sizes = ((most, output.shape[1]) for most, output in zip(lines, first, strict=True))
-                self._outputs = [output.new_zeros(size) for output, size in zip(first, sizes, strict=True)]
-            out = [whole[: len(output)] for whole, output in zip(self._outputs, first, strict=True)]
-            self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
+            step, out = self._compute_first(key)
         except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
-            if self._agree is not None and not is_computed:
-                raise
             failure = error
-        if self._agree is not None and not self._agree(failure is None) and failure is None:
-            del self._replays[key]
-            failure = RuntimeError("another rank could not capture it")
+        failure = self._vote(failure)
+        if failure is None:
+            try:
+                self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
+            except Exception as error:
+                failure = error
+            failure = self._vote(failure)
         if failure is None:
             self._failures.pop(key, None)
             self._failures.pop(None, None)
         else:
+            self._replays.pop(key, None)
             self._count_failure(key, failure)
         self._captured_at = self._clock()
+
+    def _compute_first(self, key: GraphKey) -> tuple[StaticStep, list[Tensor]]:
+        """The step of a bucket, and where its outputs go: it is computed once, which compiles kernels and finds out how
+        wide outputs are; by each of several ranks alone, so none that fails leaves another in the middle."""
+        step = self._padded_step(key)
+        with nullcontext() if self._ranks is None else self._ranks.alone():
+            first = self._compute(step)
+        if not self._outputs:
+            lines = self.buckets.lines, *[self.buckets.places] * (len(first) - 1)
+            sizes = ((most, output.shape[1]) for most, output in zip(lines, first, strict=True))
+            self._outputs = [output.new_zeros(size) for output, size in zip(first, sizes, strict=True)]
+        return step, [whole[: len(output)] for whole, output in zip(self._outputs, first, strict=True)]
+
+    def _vote(self, failure: Exception | None) -> Exception | None:
+        """This rank's failure, or another's."""
+        if self._ranks is None or self._ranks.agree(failure is None, self._device):
+            return failure
+        return failure or RuntimeError("another rank could not capture it")
 
     def _count_failure(self, key: GraphKey, error: Exception) -> None:
         now = self._clock()

@@ -50,6 +50,7 @@ from .model_setup import (
     use_cpu_level,
 )
 from .rank_adapters import RankAdapters
+from .rank_group import RankGroup
 from .rank_memory import estimate_step_bytes, free_memory, measure_step_bytes
 from .roofline import measure_roofline
 from .row_states import RowStates
@@ -163,6 +164,9 @@ def load_rank(
     block_size = config.cache.block_size
     context = build_context(config, builder, shard, progress)
     device = context.device
+    if device.type != "cpu" and shard.group.size > 1:
+        shard = shard._replace(group=RankGroup(shard.group))
+        context = context._replace(shard=shard)
     link = None
     if device.type != "cpu" and shard.link is not None:
         link = StageLink(shard.link)

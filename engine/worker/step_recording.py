@@ -4,10 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
-
 from ..attention.backend import AttentionBackend
-from ..checkpoint.build_context import BuildContext, TensorGroup
+from ..checkpoint.build_context import BuildContext
 from ..config import EngineConfig
 from ..gpu import runtime
 from ..gpu.graph_buckets import GraphBuckets
@@ -16,6 +14,7 @@ from ..models.interfaces import Decoder
 from ..models.native_decoder import NativeDecoder
 from .device_step_computer import DeviceStepComputer
 from .draft_model import DraftModel
+from .rank_group import RankGroup
 from .step_drafter import StepDrafter
 
 log = logging.getLogger(__name__)
@@ -50,8 +49,9 @@ def record_steps(
         if computer.link is not None:
             computer.link.most_places = buckets.places
             recorder = computer.link.recorder(record)
-        agree = _agreement(context.shard.group, context.device)
-        computer.graphs = StepGraphs(computer.compute_static, buckets, context.device, recorder, clock, agree)
+        group = context.shard.group
+        ranks = group if isinstance(group, RankGroup) else None
+        computer.graphs = StepGraphs(computer.compute_static, buckets, context.device, recorder, clock, ranks)
     else:
         log.info("steps are computed without CUDA graphs: %s", obstacle)
     if not isinstance(draft, DraftModel):
@@ -63,18 +63,6 @@ def record_steps(
         draft.graphs = StepGraphs(draft.compute_static, buckets, context.device, record)
     else:
         log.info("a draft model's passes are computed without CUDA graphs: %s", obstacle)
-
-
-def _agreement(group: TensorGroup, device: torch.device) -> Callable[[bool], bool] | None:
-    """Whether all ranks of the group say yes; None: there is one."""
-    if group.size == 1:
-        return None
-
-    def agree(own: bool) -> bool:
-        votes = group.all_reduce(torch.tensor([float(own)], device=device))
-        return int(votes.item()) == group.size
-
-    return agree
 
 
 def _unrecordable(decoder: Decoder, attention: AttentionBackend) -> str | None:

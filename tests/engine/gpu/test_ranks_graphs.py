@@ -1,9 +1,10 @@
 """Recorded steps of models that are split, by ranks that are threads: they replay what they all have, whatever one of
 them could not capture, and say what transformers does."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from charonia.core.eager_reason import EagerReason
 from charonia.engine.attention import selector
 from charonia.engine.checkpoint.build_context import Shard
 from charonia.engine.config import CacheConfig, EngineConfig
-from charonia.engine.gpu.graphs import Launches, StepGraphs
+from charonia.engine.gpu.graphs import Launches, StaticStep, StepGraphs
 from charonia.engine.worker.device_step_computer import DeviceStepComputer
 from charonia.engine.worker.executor import Capacity, ProgressCallback
 from charonia.engine.worker.loaded_rank import LoadedRank
+from charonia.engine.worker.rank_group import RankGroup
 from charonia.engine.worker.stage_link import StageLink
 from charonia.engine.worker.step_recording import record_steps
 from charonia.scheduler.config import SchedulerConfig
@@ -69,7 +71,9 @@ class RecordingExecutor(ThreadedExecutor):
         return capacity
 
     def _assemble(self, seat: Shard) -> LoadedRank:
-        return super()._assemble(seat if seat.link is None else seat._replace(link=StageLink(seat.link)))
+        group = RankGroup(seat.group) if seat.group.size > 1 else seat.group
+        link = seat.link and StageLink(seat.link)
+        return super()._assemble(seat._replace(group=group, link=link))
 
     def _step(self, engine: LoadedRank, plan: StepPlan, told: list[StepResult], masks: MaskSource | None) -> StepResult:
         self.by_engine[id(engine)].now = self.pace * plan.step
@@ -134,20 +138,38 @@ def test_replayed_steps_of_ranks_are_transformers(checkpoint: Callable[..., Path
         assert len({rank.captures for rank in recorded}) == 1
 
 
-def test_what_one_rank_cannot_capture_no_rank_replays(checkpoint: Callable[..., Path]) -> None:
-    """Nor forgets: it is tried again, by all at once."""
+@pytest.mark.parametrize("computes", [True, False])
+def test_what_one_rank_cannot_capture_no_rank_replays(
+    checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture, computes: bool
+) -> None:
+    """Nor forgets: it is tried again, by all at once, after a wait. Whether the rank fails when it captures the step or
+    before, when it computes it for the first time."""
     with split(checkpoint("llama"), Layout(2)) as setting:
         first, second = setting.ranks.by_engine.values()
-        second.failing = (1, 3)
+        graphs = setting.ranks.graphs[1]
+        compute, tries = graphs._compute, count(1)
+
+        def fail(step: StaticStep) -> Sequence[torch.Tensor]:
+            if next(tries) in (1, 2):
+                raise RuntimeError("out of memory")
+            return compute(step)
+
+        if computes:
+            second.failing = (1, 3)
+        else:
+            graphs._compute = fail
         found = run(setting, 0, {}, requests=8)
         assert found == expected(setting, found)
         assert [graphs.failed_captures for graphs in setting.ranks.graphs] == [2, 2]
-        assert first.captures == second.captures > 4
+        assert first.captures == second.captures > 2
         assert first.replays == second.replays > 5
         keys = [[*graphs._replays] for graphs in setting.ranks.graphs]
         assert keys[0] == keys[1]
         counts = [graphs.eager_steps for graphs in setting.ranks.graphs]
         assert counts[0] == counts[1]
+        causes = Counter(message.rpartition(": ")[2] for message in caplog.messages if "captured" in message)
+        own = "operation not permitted when stream is capturing" if computes else "out of memory"
+        assert causes == {own: 2, "another rank could not capture it": 2}
 
 
 def test_a_start_captures_the_usual_steps_of_all_ranks(checkpoint: Callable[..., Path]) -> None:
@@ -165,19 +187,3 @@ def test_a_start_captures_the_usual_steps_of_all_ranks(checkpoint: Callable[...,
         found = run(setting, 0, {}, requests=4)
         assert found == expected(setting, found)
         assert not any(graphs.eager_steps for graphs in setting.ranks.graphs)
-
-
-def test_a_step_that_one_of_several_ranks_cannot_compute_ends_it(checkpoint: Callable[..., Path]) -> None:
-    """Before it votes: the others are in the middle of what they compute together."""
-    votes = list[bool]()
-
-    def fail(step: object) -> list[torch.Tensor]:
-        raise RuntimeError("out of memory")
-
-    with split(checkpoint("llama"), Layout(1)) as setting:
-        [graphs] = setting.ranks.graphs
-        alone = partial(StepGraphs, fail, graphs.buckets, torch.device("cpu"), lambda launches: launches)
-        assert alone().capture_one()
-        with pytest.raises(RuntimeError, match="out of memory"):
-            alone(agree=lambda own: votes.append(own) or own).capture_one()
-        assert not votes
