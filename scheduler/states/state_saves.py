@@ -32,8 +32,9 @@ class StateSave(NamedTuple):
 class StateSaves:
     """The positions of `size` rows, multiples of `block_size`, whose states are to be kept in `states`.
 
-    Of a prompt: its last block's end but for a few tokens; the end of what it shares, where that is beyond a snapshot;
-    where it says that others may part; others by `rule`. Of generated text the newest few: conversations go on there.
+    Of a prompt: its last block's end but for a few tokens, or with them where it would spare too little; the end of
+    what it shares, where that is beyond a snapshot; where it says that others may part; others by `rule`. Of generated
+    text the newest few: conversations go on there.
     """
 
     def __init__(self, size: int, states: StatePool, block_size: int, rule: SnapshotRule) -> None:
@@ -90,7 +91,7 @@ class StateSaves:
         while (last - cached) // stride > self._most_per_prompt:
             stride *= 2
         wanted = [mark // self._block_size * self._block_size for mark in marks]
-        wanted += [newest, *range(cached // stride * stride + stride, last, stride)]
+        wanted += [last, newest, *range(cached // stride * stride + stride, last, stride)]
         kept = [cached, *always]
         for position in wanted:
             if cached < position <= last and all(abs(position - other) >= self.least_gain for other in kept):

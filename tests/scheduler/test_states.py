@@ -193,6 +193,24 @@ def test_no_state_is_kept_that_spares_little() -> None:
     assert trial.kept == [512, 1024, 1120, 1120, 1120]
 
 
+@pytest.mark.parametrize("tokens", [65, 80, 96])
+def test_a_short_prompt_that_comes_again_is_found(tokens: int) -> None:
+    """From the host's memory too, by the next turns of its conversation, and while the first runs."""
+    trial = StateTrial(4, host=(40, 40))
+    prompt = text(0, tokens)
+    assert [trial.serve(prompt, new=30), trial.serve(prompt)] == [0, 64]
+    for seed in range(1, 5):  # makes room of it
+        trial.serve(text(seed, 200))
+    assert trial.serve(prompt) == 64
+    assert trial.cache.states is not None
+    assert trial.cache.states.brought_back == 1
+    turn = joined(prompt, trial.outputs[0], text(9, 130 - tokens))
+    assert [trial.serve(turn), trial.serve(turn)] == [64, 128]
+    keys = [trial.add(text(8, tokens)) for _ in range(2)]
+    trial.run()
+    assert [trial.cached[key] for key in keys] == [0, (tokens - 1) // BLOCK * BLOCK]
+
+
 def test_generated_text_is_kept_near_its_end() -> None:
     trial = StateTrial(40)
     prompt = text(0, 500)
@@ -285,7 +303,7 @@ def test_conversations_that_the_device_has_no_room_for_go_on_from_the_host(host:
     texts = [text(seed, 1_100) for seed in range(6)]
     for history in texts:
         trial.serve(history)
-    hits = [trial.serve(joined(history, text(9, 50))) for history in texts]
+    hits = [trial.serve(joined(history, text(9, 30))) for history in texts]
     assert hits == [hit] * 6
     assert trial.cache.states is not None
     assert (trial.cache.states.brought_back, trial.scheduler.totals.restored) == (5 if hit else 0, 6 * hit)
