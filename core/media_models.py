@@ -20,6 +20,7 @@ SEEING_FAMILIES = frozenset(
         "glm_ocr",
         "idefics3",
         "internvl",
+        "lfm2_vl",
         "llava",
         "llava_next",
         "mistral3",

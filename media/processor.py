@@ -19,8 +19,8 @@ from ..core.regular_files import read_regular
 
 _MAX_CONFIG_BYTES = 8 << 20
 _GRIDS = "image_grid_thw"
-_SAMPLE_SIDE = 64
-"""Pixels of an image that no processor makes one row of places of."""
+_SAMPLE_SIDES = (64, 1024)
+"""Pixels of images that no processor makes one row of places of: a small one, and one that some cut in tiles."""
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor, the first one first."""
 
@@ -72,14 +72,18 @@ class ImageProcessor:
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
 
     def row_text(self) -> tuple[str, str, str] | None:
-        """As of `MediaFacts`, by the placeholder of an image that is made for it."""
+        """As of `MediaFacts`, by the placeholders of images that are made for it."""
         from PIL import Image
 
         row = str(self._processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
-        text = self.process(Image.new("RGB", (_SAMPLE_SIDE, _SAMPLE_SIDE))).placeholder
-        rows = row * text.count(row)
-        begin, between, end = text.partition(rows) if rows else (text, "", "")
-        return (begin, row, end) if between else None
+        begin = end = ""
+        for side in _SAMPLE_SIDES:
+            text = self.process(Image.new("RGB", (side, side))).placeholder
+            rows = row * text.count(row)
+            begin, between, end = text.partition(rows) if rows else (text, "", "")
+            if not between:
+                return None
+        return begin, row, end
 
     def process(self, image: Any) -> ProcessedMedium:
         """The result for an image of pillow's, in RGB. Raises `InvalidArgument` for one that the processor refuses."""
@@ -122,8 +126,13 @@ def _load(checkpoint: Path) -> Any:
             return type(argument)
 
     image_processors: Any = AutoImageProcessor  # its methods have no types
+    options: dict[str, Any] = {"backend": "pil"}
+    if known.__name__ == "Lfm2VlProcessor":
+        from .lfm2_images import Lfm2VlImageProcessorPil
+
+        image_processors, options = Lfm2VlImageProcessorPil, {}
     parts = {
-        "image_processor": image_processors.from_pretrained(checkpoint, backend="pil", local_files_only=True),
+        "image_processor": image_processors.from_pretrained(checkpoint, local_files_only=True, **options),
         "tokenizer": AutoTokenizer.from_pretrained(checkpoint, local_files_only=True),
     }
     settings, others = known.get_processor_dict(checkpoint, local_files_only=True)

@@ -510,6 +510,13 @@ PARTS = {
         tie_word_embeddings=False,
     ),
     "llava": with_images("llava", "llama", {"model_type": "clip_vision_model"}, image_token_index=380),
+    "lfm2-vl": with_images(
+        "lfm2_vl",
+        "lfm2",
+        {"model_type": "siglip2_vision_model", "num_patches": 16},
+        image_token_id=380,
+        projector_hidden_size=48,
+    ),
     "glm4v": with_images("glm4v", "glm4v-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),
     "glm4v-moe": with_images("glm4v_moe", "glm4v-moe-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),
     "glm-ocr": with_images("glm_ocr", "glm-ocr-text", _GLM_EYE, image_token_id=380, tie_word_embeddings=False),

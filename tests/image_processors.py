@@ -107,6 +107,15 @@ PROCESSORS = {
         {"fake_image_token": "<fake_token_around_image>", "image_token": "<image>",
          "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
     ),
+    "lfm2-vl": ProcessorFiles(
+        "lfm2_vl",
+        "Lfm2VlProcessor",
+        {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 14, "tile_size": 56,
+         "min_image_tokens": 4, "max_image_tokens": 6, "max_tiles": 4, "max_pixels_tolerance": 0.9},
+        {},
+        {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
+         "image_thumbnail_token": "<|img_thumbnail|>"},
+    ),
     "internvl": ProcessorFiles(
         "internvl",
         "InternVLProcessor",

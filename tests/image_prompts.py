@@ -63,6 +63,13 @@ def draw_images(config: Any, sizes: Sequence[tuple[int, int]], seed: int) -> Ima
         values = torch.randn(len(sizes), 3, most_high, most_wide)
         pixels = [(unit * height, unit * width) for height, width in sizes]
         return Images({"pixel_values": values, "image_sizes": torch.tensor(pixels)}, [h * w for h, w in sizes], flat)
+    if kind == "lfm2_vl":
+        shapes = torch.tensor(sizes) * config.downsample_factor
+        patches = shapes.prod(1)
+        mask = (torch.arange(int(patches.max())) < patches[:, None]).int()
+        values = torch.rand(*mask.shape, 3 * eye.patch_size**2) * mask[..., None]
+        inputs = {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+        return Images(inputs, [h * w for h, w in sizes], flat)
     length = config.mm_tokens_per_image if kind == "gemma3" else (eye.image_size // eye.patch_size) ** 2
     values = torch.randn(len(sizes), 3, eye.image_size, eye.image_size)
     return Images({"pixel_values": values}, [length] * len(sizes), flat)

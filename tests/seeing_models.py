@@ -100,6 +100,16 @@ MODELS = {
     ),
     "idefics3": SeeingModel("idefics3", "<image>", _idefics("idefics3")),
     "smolvlm": SeeingModel("smolvlm", "<image>", _idefics("smolvlm")),
+    "lfm2-vl": SeeingModel(
+        "lfm2-vl",
+        "<image>",
+        {
+            "model_type": "lfm2_vl",
+            "text_config": _text("lfm2"),
+            "vision_config": _EYE | {"model_type": "siglip2_vision_model", "num_patches": 16},
+            "projector_hidden_size": 48,
+        },
+    ),
     "internvl": SeeingModel(
         "internvl",
         "<IMG_CONTEXT>",

@@ -32,6 +32,7 @@ INPUTS = {
     "image_grid_thw": "INT64",
     "image_position_ids": "INT64",
     "pixel_attention_mask": "INT64",
+    "spatial_shapes": "INT64",
     FEATURES: "FP32",
     FEATURE_MASK: "INT64",
     SOURCE: "INT64",

@@ -134,7 +134,7 @@ def more(*names: str, backend: str = "native") -> list[Any]:
         ("gemma3-image", "reference"),
         *more("qwen2.5-vl", "gemma3-image", backend="torch"),
         *more("qwen3-vl", backend="reference"),
-        *more("qwen2.5-vl", "llava", "glm-ocr", "ministral3-image", "qwen3-vl-moe"),
+        *more("qwen2.5-vl", "llava", "glm-ocr", "lfm2-vl", "ministral3-image", "qwen3-vl-moe"),
     ],
 )
 def test_logits_are_those_from_pixels(name: str, backend: str, seeing: Callable[[str], Seeing]) -> None:
@@ -159,7 +159,7 @@ def test_logits_are_those_from_pixels(name: str, backend: str, seeing: Callable[
     [
         ("qwen3-vl", "native"),
         ("gemma3-image", "native"),
-        *more("qwen2-vl", "qwen3.5-image", "gemma4-image", "glm4v", "glm4v-moe"),
+        *more("qwen2-vl", "qwen3.5-image", "gemma4-image", "glm4v", "glm4v-moe", "lfm2-vl"),
         *more("qwen3-vl", backend="torch"),
     ],
 )
