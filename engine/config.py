@@ -278,6 +278,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     few_row_kernel: str = "auto"
     """on, off, or auto: on a GPU products of few rows in half precision are computed by a kernel of ours where it is
     measured to be faster."""
+    dependent_launch: bool = False
+    """On GPUs of compute capability 9.0 and more, kernels are launched while those before them end."""
     enforce_eager: bool = False
     """All steps are launched kernel by kernel on a GPU, without graphs."""
     warm_up_graphs: bool = True

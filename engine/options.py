@@ -75,6 +75,8 @@ class EngineOptions:
     """On a GPU have prompts in bf16 go through recurrences by chunks of 16 tokens, on tensor cores."""
     few_row_kernel: Literal["auto", "on", "off"] | None = None
     """On a GPU have a kernel of ours compute products of up to 16 rows: auto, where it is faster; on, always; off."""
+    dependent_launch: bool | None = None
+    """On a GPU of Hopper or later launch kernels while the ones before them end."""
     warm_up_graphs: bool | None = None
     """Capture the CUDA graphs of usual steps before the model is ready, and not as they are first needed."""
     graph_prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None

@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_064,
     "media": 1_526,
     "scheduler": 2_375,
-    "engine": 31_193,
+    "engine": 31_245,
     "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,

@@ -25,7 +25,7 @@ from .attention_plan import (
 )
 from .chunk_attention import chunk_kernel
 from .decode_attention import combine_kernel, decode_kernel
-from .runtime import CODE_TYPES, Specialisation, capability
+from .runtime import CODE_TYPES, Specialisation, capability, dependent_launch
 
 
 def attend(
@@ -49,14 +49,15 @@ def attend(
         mixes = torch.empty(shared.states * shape.heads * shape.head_dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(shared.states * shape.heads * 2, dtype=torch.float32, device=q.device)
         numbers_of_states = shared.run, shared.states
-        plan = decode_plan(spec, tiles.places, sinks is not None)
+        launch = dependent_launch(q.device)
+        plan = decode_plan(spec, tiles.places, sinks is not None) | launch
         lines = -(-tiles.places * spec.group // plan["M"])
         decode = decode_kernel[rows, shape.kv_heads * lines, shared.programs]
         decode(*inputs, mixes, sums, *numbers, *sizes, *numbers_of_states, spec.scale, spec.softcap, **plan)
         if shared.states:
             places = batch.starts, batch.counts, batch.first_places
             combine = combine_kernel[rows, shape.heads, tiles.places]
-            plan = combine_plan(spec, tiles.places, sinks is not None)
+            plan = combine_plan(spec, tiles.places, sinks is not None) | launch
             combine(mixes, sums, inputs[4], out, *places, *numbers_of_states, **plan)
     if tiles.chunks is not None:
         ends = batch.ends if spec.both_ways else None

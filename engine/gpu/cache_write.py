@@ -16,7 +16,8 @@ from ..kernel_choice import FP8_CAPABILITY
 from ..step_batch import DeviceBatch
 from .attention_plan import CODED_SHAPES, SHAPES, CacheShape, LayerCache, next_power_of_2
 from .codes import to_codes
-from .runtime import CODE_TYPES, Specialisation
+from .dependent_launch import begin_dependent
+from .runtime import CODE_TYPES, Specialisation, dependent_launch
 
 
 @triton.jit
@@ -50,9 +51,11 @@ def _write_kernel(
     LARGEST_CODE: tl.constexpr,
     LINES: tl.constexpr,
     DIMS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. ROTARY_DIM 0: nothing is
     rotated, and no program is for queries."""
+    begin_dependent(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     owner = tl.load(owners + place)
@@ -126,7 +129,7 @@ def write_cache(
     strides = batch.block_ids.stride(0), q.stride(0), k.stride(0), v.stride(0)
     rotary = 0 if rotation is None else cos.shape[-1]
     if batch.size:
-        plan = _plan(shape, rotary)
+        plan = _plan(shape, rotary) | dependent_launch(q.device)
         heads = shape.heads if rotary else shape.kv_heads
         write = _write_kernel[batch.size, 3 if rotary else 2, -(-heads // plan["LINES"])]
         write(q, k, v, rotated, cos, sin, *cache.pointers, *numbers, *strides, **plan)

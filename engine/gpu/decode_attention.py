@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .attention_span import attend_span, empty_state, finish_state, first_state, merge_states
+from .dependent_launch import begin_dependent
 
 _ROWS = tl.constexpr(256)
 """Rows whose states are counted at a time."""
@@ -77,10 +78,12 @@ def decode_kernel(
     M: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """Program (row, key head and M queries, n) has places and query heads of that key head. Of a row with room for its
     states it takes `run` parts and keeps their states, in `mixes` [capacity, HEADS, HEAD_DIM] and `sums` [capacity,
     HEADS, 2]; of others the first program takes all parts, and merges them."""
+    begin_dependent(DEPENDENT)
     index = tl.program_id(0)
     kv_head = tl.program_id(1) % KV_HEADS
     first_line = tl.program_id(1) // KV_HEADS * M
@@ -149,8 +152,10 @@ def combine_kernel(
     PART: tl.constexpr,
     DIMS: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """Program (row, head, place) merges the states that its query has, as `decode_kernel` does."""
+    begin_dependent(DEPENDENT)
     index = tl.program_id(0)
     head = tl.program_id(1) + tl.arange(0, 1)
     place = tl.program_id(2)

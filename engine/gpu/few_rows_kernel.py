@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cpu.elementwise import SQUARED_RELU
+from .dependent_launch import begin_dependent
 from .gate import activate, lift
 from .input_parts import ADDED_OUTPUTS, add_parts, count_parts
-from .runtime import DIVISIBLE, FEW_ROWS, TRITON_TYPES, Specialisation
+from .runtime import DIVISIBLE, FEW_ROWS, TRITON_TYPES, Specialisation, dependent_launch
 
 
 class FewRowsTile(NamedTuple):
@@ -69,10 +70,12 @@ def _few_rows_kernel(
     LINES: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """Program (n, part) has columns of out [rows, size], of x [rows, inputs] times weight [size, inputs], twice as many
     with a gate: first the gates', then what they multiply. PARTS > 1: float32 sums of a part of the inputs, in
     `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs."""
+    begin_dependent(DEPENDENT)
     gates: tl.constexpr = ACTIVATION != "" and ACTIVATION != "squared_relu"
     part = tl.program_id(1)
     line = tl.arange(0, LINES)
@@ -112,9 +115,10 @@ def _few_rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _end_parts_kernel(
     parts, bias, out, rows, size, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """out [rows, size] of `parts` [PARTS, rows, outputs], added in ascending order, as one part would be stored."""
+    begin_dependent(DEPENDENT)
     gates: tl.constexpr = ACTIVATION != "" and ACTIVATION != "squared_relu"
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +150,7 @@ def multiply_few_rows(
     target = out if parts == 1 else x.new_empty(parts, rows, len(weight), dtype=torch.float32)
     biases = weight if bias is None else bias
     grid = triton.cdiv(size, plan["BLOCK_OUTPUTS"]), parts
-    kinds = {"BIASED": bias is not None, "ACTIVATION": activation}
+    kinds = {"BIASED": bias is not None, "ACTIVATION": activation, **dependent_launch(x.device)}
     _few_rows_kernel[grid](x, weight, biases, target, rows, size, inputs, **kinds, **plan)
     if parts > 1:
         ends = rows, triton.cdiv(size, ADDED_OUTPUTS)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent_launch import begin_dependent
 from .input_parts import ADDED_OUTPUTS, ENOUGH_PROGRAMS, add_parts, count_parts
-from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
+from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation, dependent_launch
 
 
 @triton.jit
@@ -32,9 +33,11 @@ def _float_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """A tile of x [rows, inputs] times weight [outputs, inputs], of `out` [rows, outputs]; SHARED: the sums of one part
     of the inputs, in `out` [PARTS, rows, outputs]. EVEN: blocks divide the inputs."""
+    begin_dependent(DEPENDENT)
     across = tl.cdiv(outputs, BLOCK_OUTPUTS)
     down = tl.cdiv(rows, BLOCK_ROWS)
     tile = tl.program_id(0)
@@ -71,8 +74,19 @@ def _float_kernel(
 
 
 @triton.jit
-def _add_parts_kernel(parts, bias, out, rows, outputs, BIASED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts_kernel(
+    parts,
+    bias,
+    out,
+    rows,
+    outputs,
+    BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
     """out [rows, outputs] = `parts` [PARTS, rows, outputs], added in ascending order."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < outputs
@@ -102,10 +116,12 @@ class TritonFloatMatmul:
         bias = self._weight if self._bias is None else self._bias
         target = out if parts == 1 else x.new_empty(parts, rows, outputs, dtype=torch.float32)
         tiles = triton.cdiv(rows, plan["BLOCK_ROWS"]) * triton.cdiv(outputs, plan["BLOCK_OUTPUTS"])
-        _float_kernel[tiles, parts](x, self._weight, bias, target, rows, outputs, inputs, BIASED=biased, **plan)
+        launch = dependent_launch(x.device)
+        sizes = rows, outputs, inputs
+        _float_kernel[tiles, parts](x, self._weight, bias, target, *sizes, BIASED=biased, **plan, **launch)
         if target is not out:
             ends = bias, out, rows, outputs, biased, parts, ADDED_OUTPUTS
-            _add_parts_kernel[rows, triton.cdiv(outputs, ADDED_OUTPUTS)](target, *ends, num_warps=4)
+            _add_parts_kernel[rows, triton.cdiv(outputs, ADDED_OUTPUTS)](target, *ends, num_warps=4, **launch)
         return out
 
 

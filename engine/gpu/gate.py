@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cpu.elementwise import CLAMP, CLAMPED_SWIGLU, SQUARED_RELU
-from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation
+from .dependent_launch import begin_dependent
+from .runtime import DIVISIBLE, TRITON_TYPES, Specialisation, dependent_launch
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", CLAMPED_SWIGLU, SQUARED_RELU)
 _CLAMP = tl.constexpr(CLAMP)
@@ -50,8 +51,9 @@ def lift(up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gate_kernel(packed, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(packed, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
     """out[row] = activation(packed[row, :size]) * packed[row, size:]; without a gate activation(packed[row])."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = columns < size
@@ -77,7 +79,8 @@ class TritonGate:
         size = x.shape[1] // (1 if self._activation == SQUARED_RELU else 2)
         out = x.new_empty(rows, size)
         if rows:
-            _gate_kernel[rows, triton.cdiv(size, _BLOCK)](x, out, size, self._activation, _BLOCK, num_warps=4)
+            gate = _gate_kernel[rows, triton.cdiv(size, _BLOCK)]
+            gate(x, out, size, self._activation, _BLOCK, num_warps=4, **dependent_launch(x.device))
         return out
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runtime import TRITON_TYPES, Specialisation
+from .dependent_launch import begin_dependent
+from .runtime import TRITON_TYPES, Specialisation, dependent_launch
 
 
 @triton.jit
@@ -24,9 +25,11 @@ def _norm_kernel(
     eps,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is stored in x. Row r is head
     r % heads of token r // heads; heads of a token are adjacent."""
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     valid = columns < size
@@ -74,7 +77,8 @@ class TritonNorm:
         arguments = x, x if delta is None else delta, self._weight, out
         sizes = self._size, x.stride(0), heads, self._weights, self._eps
         if rows := len(x) * heads:
-            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **plan_rows(self._size))
+            plan = plan_rows(self._size) | dependent_launch(x.device)
+            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **plan)
         return out
 
 

@@ -65,6 +65,26 @@ def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
     return serves(dtype, device) and capability(device) >= FP8_CAPABILITY
 
 
+DEPENDENT_CAPABILITY = 90
+"""The least compute capability, times ten, that launches a kernel before the one that it depends on is over."""
+_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}
+_launches_dependently = False
+
+
+def use_dependent_launch(wanted: bool) -> None:
+    """Have the kernels of this process that can (`dependent_launch.py`) be launched so from now on, where the device
+    can."""
+    global _launches_dependently
+    _launches_dependently = wanted
+
+
+def dependent_launch(device: torch.device) -> Mapping[str, bool]:
+    """What a kernel with an argument DEPENDENT, which is False by default, is launched with beside its own."""
+    if not _launches_dependently or device.type != "cuda" or capability(device) < DEPENDENT_CAPABILITY:
+        return {}
+    return _DEPENDENT
+
+
 FEW_ROWS = 16
 """The most rows of a product that has a kernel for few."""
 

@@ -27,7 +27,7 @@ from ..config import EngineConfig
 from ..cpu import library
 from ..gpu.few_rows import graph_timer
 from ..gpu.graphs import CudaRecorder
-from ..gpu.runtime import describe_gpu
+from ..gpu.runtime import describe_gpu, use_dependent_launch
 from ..kernel_choice import LEVEL_VARIABLE
 from ..layers.recurrent_state import StateSlots
 from ..models.interfaces import CheckpointBuilder
@@ -159,6 +159,7 @@ def load_rank(
     """
     if config.cpu_level != "auto":
         use_cpu_level(config)
+    use_dependent_launch(config.dependent_launch)
     builder = builder or checkpoint_builder(open_checkpoint(config.model))
     check_cache(config, builder)
     block_size = config.cache.block_size

@@ -38,10 +38,11 @@ from triton.runtime import JITFunction
 
 from charonia.bench.command import Counts
 from charonia.engine import gpu
-from charonia.engine.gpu.runtime import DIVISIBLE, Specialisation
+from charonia.engine.gpu.runtime import DEPENDENT_CAPABILITY, DIVISIBLE, Specialisation
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a block may have, by compute capability (CUDA C Programming Guide, table of technical specifications)."""
+_DEPENDS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 app = App(help=__doc__, help_format="plaintext")
 
@@ -94,9 +95,16 @@ def _sources(function: Any) -> tuple[str, ...]:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of all modules of engine/gpu."""
+    """Those of all modules of engine/gpu, and with dependent launch where a kernel has it."""
     for module in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
-        yield from getattr(import_module(module.name), "specialisations", tuple)()
+        for form in getattr(import_module(module.name), "specialisations", tuple)():
+            if "DEPENDENT" not in form.kernel.arg_names:
+                yield form
+                continue
+            yield form._replace(constants={**form.constants, "DEPENDENT": False})
+            dependent = form._replace(constants={**form.constants, "DEPENDENT": True}, wanted=(*form.wanted, *_DEPENDS))
+            if form.most >= DEPENDENT_CAPABILITY:
+                yield dependent._replace(least=max(form.least, DEPENDENT_CAPABILITY))
 
 
 def compile_one(form: Specialisation, arch: int) -> tuple[Usage, list[str]]:
@@ -157,7 +165,8 @@ def main(
     console, memory, began = Console(), Memory(remember), monotonic()
     forms = [form for form in specialisations() if only in form.label]
     if each_once:
-        forms = [*{form.kernel.__name__: form for form in reversed(forms)}.values()]
+        kinds = {(form.kernel.__name__, form.constants.get("DEPENDENT")): form for form in reversed(forms)}
+        forms = [*kinds.values()]
     pairs = [(form, arch) for form in forms for arch in archs if form.least <= arch <= form.most]
     work = [*{_key(form, arch): (form, arch) for form, arch in pairs}.items()]
     Random(seed).shuffle(work)
