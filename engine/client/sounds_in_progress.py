@@ -68,46 +68,43 @@ class HeldSound:
 
 
 class WindowsTogether:
-    """Lets an encoded window wait for those that are being encoded by then, and for none that comes later: a decoder
-    makes eight transcripts in hardly more steps than one, and each step that runs beside an encoder on the same cores
-    only keeps it from the next window."""
+    """Lets an encoded window wait for those of no longer sounds that are being encoded by then, and for none that comes
+    later: a decoder makes eight transcripts in hardly more steps than one, and each step that runs beside an encoder on
+    the same cores only keeps it from the next window."""
 
     def __init__(self) -> None:
-        self._encoding = set[object]()
-        self._awaited = set[object]()
-        """Those that were being encoded when the first that waits began to."""
-        self._waiting = set[asyncio.Event]()
+        self._encoding: dict[object, int] = {}
+        """The windows of its sound, by each window that is being encoded."""
+        self._waiting: dict[asyncio.Event, set[object]] = {}
+        """What each still waits for."""
 
     @contextmanager
-    def encode(self) -> Iterator[None]:
-        """The block in which a window is being encoded."""
+    def encode(self, windows: int) -> Iterator[None]:
+        """The block in which a window is being encoded, of a sound with so many."""
         window = object()
-        self._encoding.add(window)
+        self._encoding[window] = windows
         try:
             yield
         finally:
-            self._encoding.discard(window)
-            self._awaited.discard(window)
-            if not self._awaited:
+            del self._encoding[window]
+            for awaited in self._waiting.values():
+                awaited.discard(window)
+            if not all(self._waiting.values()):
                 self._begin_all()
 
-    async def gather(self) -> None:
-        """Return when an encoded window may be heard: once none of the others is being encoded any more, enough of them
-        wait, or one has waited long enough."""
-        if not self._encoding:
-            return
-        if not self._waiting:
-            self._awaited = self._encoding.copy()
+    async def gather(self, windows: int) -> None:
+        """Return when an encoded window of a sound with so many may be heard: once what one of those that wait waits
+        for is encoded, enough of them wait, or one has waited long enough."""
         begin = asyncio.Event()
-        self._waiting.add(begin)
-        if len(self._waiting) == _TOGETHER:
+        self._waiting[begin] = {window for window, others in self._encoding.items() if others <= windows}
+        if not self._waiting[begin] or len(self._waiting) == _TOGETHER:
             self._begin_all()
         try:
             await asyncio.wait_for(begin.wait(), _LONGEST_WAIT)
         except TimeoutError:
             self._begin_all()
         finally:
-            self._waiting.discard(begin)
+            self._waiting.pop(begin, None)
 
     def _begin_all(self) -> None:
         for begin in self._waiting:

@@ -106,6 +106,7 @@ class _Task(NamedTuple):
     """What comes before each transcript, as tokens."""
     held: HeldSound
     language: str = _ENGLISH
+    windows: int = 1
 
     @property
     def seconds_left(self) -> float:
@@ -174,6 +175,7 @@ class Transcriber:
     async def _write(self, task: _Task) -> AsyncGenerator[GenerateChunk, None]:
         waiting = deque(await task.in_time(self._media.prepare_sound(task.speech.sound, task.context)))
         task.held.add(sum(_bytes_of(medium) for _, medium in waiting))
+        task = task._replace(windows=len(waiting))
         if self._tokens.languages and not task.speech.language:
             first = await self._first_token(task, await self._encode(waiting[0][1], task), by_language=True)
             codes = {token: code for code, token in self._tokens.languages.items()}
@@ -221,7 +223,7 @@ class Transcriber:
         return (previous, *ids)
 
     async def _encode(self, window: PreparedMedium, task: _Task) -> EncoderRows:
-        with self._together.encode():
+        with self._together.encode(task.windows):
             encoded = await task.in_time(self._media.encode(window, task.context, task.request.cache_salt))
         return EncoderRows(encoded.length, window.digest, encoded.rows, encoded.dtype)
 
@@ -230,7 +232,7 @@ class Transcriber:
         rows = await self._encode(medium, task)
         task.held.release(_bytes_of(medium))
         del medium  # its features are not needed while it is heard
-        await task.in_time(self._together.gather())
+        await task.in_time(self._together.gather(task.windows))
         heard = await self._hear(task, rows)
         if heard.is_silence:
             return []

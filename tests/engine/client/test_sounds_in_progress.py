@@ -20,9 +20,9 @@ class Windows:
         self.tasks = [asyncio.create_task(self._run(number)) for number in range(12)]
 
     async def _run(self, number: int) -> None:
-        with self.together.encode():
+        with self.together.encode(12):
             await self.encoded[number].wait()
-        await self.together.gather()
+        await self.together.gather(12)
         self.begun.append(number)
 
     async def finish(self, *numbers: int) -> None:
@@ -41,9 +41,9 @@ class Windows:
 
 async def test_a_window_alone_waits_for_nothing() -> None:
     together = WindowsTogether()
-    with together.encode():
+    with together.encode(1):
         pass
-    await asyncio.wait_for(together.gather(), 2)
+    await asyncio.wait_for(together.gather(1), 2)
 
 
 async def test_windows_begin_when_eight_wait_and_when_all_are_encoded() -> None:
@@ -59,27 +59,31 @@ async def test_windows_begin_when_eight_wait_and_when_all_are_encoded() -> None:
     await windows.close()
 
 
-async def test_none_waits_for_windows_that_come_later() -> None:
-    """A short sound beside a long one, whose windows never end."""
+@pytest.mark.parametrize("windows", [1, 2])
+async def test_none_waits_for_windows_that_come_later_or_are_of_longer_sounds(windows: int) -> None:
+    """A sound of so many windows beside one of two, whose windows never end."""
     together, long, begun = WindowsTogether(), [asyncio.Event() for _ in range(3)], list[str]()
 
-    async def write_down(name: str, encoded: asyncio.Event) -> None:
-        with together.encode():
+    async def write_down(name: str, encoded: asyncio.Event, windows: int = 2) -> None:
+        with together.encode(windows):
             await encoded.wait()
-        await together.gather()
+        await together.gather(windows)
         begun.append(name)
 
     short = asyncio.Event()
-    tasks = [asyncio.create_task(write_down("first", long[0])), asyncio.create_task(write_down("short", short))]
+    tasks = [
+        asyncio.create_task(write_down("first", long[0])),
+        asyncio.create_task(write_down("short", short, windows)),
+    ]
     await asyncio.sleep(0)
     short.set()
     for _ in range(4):
         await asyncio.sleep(0)
     tasks += [asyncio.create_task(write_down(name, event)) for name, event in zip("bc", long[1:], strict=True)]
     await asyncio.sleep(0)
-    assert begun == []
+    assert begun == ["short"] * (windows == 1)
     long[0].set()
-    await until(lambda: sorted(begun) == ["first", "short"])
+    await until(lambda: begun == ["short"])
     for event in long[1:]:
         event.set()
     await asyncio.gather(*tasks)
