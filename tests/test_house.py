@@ -114,7 +114,7 @@ BUDGETS = {
     "processes": 1_185,
     "telemetry": 3_025,
     "kvcache": 1_530,
-    "tokenization": 4_064,
+    "tokenization": 4_065,
     "media": 1_526,
     "scheduler": 2_375,
     "engine": 31_245,

@@ -105,6 +105,7 @@ _SOURCE = """\
   {%- endif -%}
 {%- endfor -%}
 $refusal
+{%- if tools and ns.first < 0 -%}{{- raise_exception('the user must say something beside tools') -}}{%- endif -%}
 {{- bos_token -}}
 {%- for message in messages -%}
   {%- set goes_on = not loop.last and messages[loop.index0 + 1].role == message.role -%}

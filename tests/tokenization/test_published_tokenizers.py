@@ -147,6 +147,15 @@ def test_results_of_calls_with_one_id_stand_once(tmp_path: Path, version: str) -
     assert [text.count(f"seen{number}") for number in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("version", ["v3", "v13"])
+def test_tools_are_not_left_out_where_the_user_says_nothing(tmp_path: Path, version: str) -> None:
+    write_tekken(tmp_path, version)
+    tokenizer = Tokenizer.load(tmp_path)
+    chat = Conversation((ChatMessage("system", "Be brief."), ChatMessage("assistant", "Hi.")), tools=TOOLS)
+    with pytest.raises(InvalidArgument, match="user"):
+        tokenizer.prompt_ids(chat)
+
+
 def test_thoughts_sounds_and_images_have_their_places(tmp_path: Path) -> None:
     write_tekken(tmp_path / "v13", "v13")
     write_tekken(tmp_path / "v11", "v11")
