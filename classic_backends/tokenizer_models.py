@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import CharoniaError, InvalidArgument
+from ..core.errors import CharoniaError, InvalidArgument, NotFound
 from ..core.model import ModelConfig, RawConfig
 from ..core.runtime import (
     Arrays,
@@ -104,10 +104,13 @@ class TokenizerLoader(RuntimeLoader):
         # Triton's repositories come with ${...} where somebody is to write a value.
         filled_in = {name: value for name, value in parameters.items() if value and not value.startswith("${")}
         tokenizer_directory = filled_in.get("tokenizer_dir", "")
-        if not tokenizer_directory and not (directory / "tokenizer.json").is_file():
+        try:
+            tokenizer = Tokenizer.load(locate_checkpoint(tokenizer_directory) if tokenizer_directory else directory)
+        except NotFound:
+            if tokenizer_directory:
+                raise
             message = f"model '{config.name}' needs the parameter 'tokenizer_dir': the directory of its tokenizer"
-            raise InvalidArgument(message, field="tokenizer_dir")
-        tokenizer = Tokenizer.load(locate_checkpoint(tokenizer_directory) if tokenizer_directory else directory)
+            raise InvalidArgument(message, field="tokenizer_dir") from None
         traits = RuntimeTraits(inline=self.inline)
         return TokenizerRuntime(self.make(tokenizer, config, filled_in), traits)
 

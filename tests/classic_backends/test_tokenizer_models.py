@@ -16,6 +16,7 @@ from charonia.core.request import InferRequest
 from charonia.core.runtime import InstancePlacement, Runtime, only_response
 from charonia.core.tensor import Tensor
 from charonia.tokenization.tokenizer import Tokenizer
+from tests.published_models import write_tekken
 
 from .asking import answers, serving
 
@@ -98,6 +99,12 @@ def test_what_is_refused(load: Callable[..., Runtime], given: dict[str, Any], sa
         only_response(load(PREPROCESSING).execute(prompts(QUERY, **given), ()))
     nothing = {"DECODER_QUERY": texts([""]), "IMAGE_URL": texts([""])}
     assert only_response(load(PREPROCESSING).execute(prompts(QUERY, **nothing), ()))["INPUT_ID"].size
+
+
+def test_a_tokenizer_of_mistrals_beside_the_model(load: Callable[..., Runtime], tmp_path: Path) -> None:
+    write_tekken(tmp_path)
+    made = only_response(load(PREPROCESSING, tokenizer_dir="").execute(prompts(QUERY), ()))
+    assert made["INPUT_ID"].tolist() == [Tokenizer.load(tmp_path).encode(QUERY)]
 
 
 def test_texts_of_answers(load: Callable[..., Runtime], tokenizer_dir: Path) -> None:
