@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..core.resolved_sampling import ResolvedSampling
 from ..engine.attention.backend import CacheSpec
 from ..engine.checkpoint.model_spec import LayerAttention
 from ..engine.gpu import runtime
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import NewSequence, ResolvedSampling, StepPlan
+from ..scheduler.plan import NewSequence, StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
 from .gpu_engine import (

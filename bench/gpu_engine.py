@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.resolved_sampling import ResolvedSampling
 from ..engine.checkpoint.build_context import BuildContext
 from ..engine.checkpoint.code_forms import StoredForm
 from ..engine.checkpoint.hf_checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from ..engine.worker.inline_executor import InlineExecutor
 from ..engine.worker.loaded_rank import load_rank
 from ..engine.worker.model_runner import ModelRunner
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import IntArray, NewSequence, ResolvedSampling, StepPlan
+from ..scheduler.plan import IntArray, NewSequence, StepPlan
 from .checkpoint import LLAMA_ONE_BILLION
 from .gpu_served import StreamLoads
 

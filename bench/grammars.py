@@ -27,6 +27,7 @@ from cyclopts import App, Parameter
 from rich.table import Table
 
 from ..core.request import GuidedDecoding
+from ..core.resolved_sampling import ResolvedSampling
 from ..engine.config import CacheConfig, EngineConfig
 from ..engine.core.grammar_pool import GrammarPool
 from ..engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
@@ -36,7 +37,6 @@ from ..engine.grammars.vocabulary import read_vocabulary
 from ..engine.worker.inline_executor import InlineExecutor
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import ResolvedSampling
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
 from .checkpoint import ShapeName, prepare_checkpoint

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..scheduler.plan import IntArray, LongArray, ResolvedSampling
+from ..core.resolved_sampling import ResolvedSampling
+from ..scheduler.plan import IntArray, LongArray
 
 SAMPLING_COLUMNS: dict[str, type] = {
     name: {float: np.float32, int: np.int64}[kind]

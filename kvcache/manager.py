@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
-from .block_tiers import BlockTiers
 from .cache_events import CacheEvents, GroupEvents
-from .host_tier import HostTier, TierCopy
-from .landed_images import ImagePlace, LandedImages
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
 from .retention.session_retention import NO_RETENTION, RetentionBudget, SessionRetention
 from .states.draft_states import DraftStates
 from .states.state_pool import StatePool
+from .tiers.block_tiers import BlockTiers
+from .tiers.host_tier import HostTier, TierCopy
+from .tiers.landed_images import ImagePlace, LandedImages
 
 _ANY_LENGTH = 1 << 30
 
@@ -45,12 +45,10 @@ class KVCacheManager:
         landing: int = 0,
         landing_states: int = 0,
     ) -> None:
-        """`blocks` of `block_size` tokens; of what was evicted, the host keeps the latest `host_blocks` and
-        `host_snapshots`. With `snapshots` of sequences' states, a prefix is shared up to a block's end whose state is
-        among them. `draft_states`: slots for the states before drafts; None, and no `snapshots`: sequences have no
-        states. `groups`: each has its own block for the same tokens; where some slide, a prefix ends where they have
-        what the next token sees. `events`: follows what can be found. `retention`: what scopes may keep of it.
-        `landing` and `landing_states`: images of blocks and of states that may come from elsewhere at a time."""
+        """`blocks` of `block_size` tokens each; the host's memory has room for the latest `host_blocks` and
+        `host_snapshots` that were evicted, and for `landing` blocks and `landing_states` on their way from elsewhere.
+        A model with recurrent states has `snapshots`, at whose ends alone a prefix is shared, and `draft_states`, the
+        slots for states before drafts; for others that is None."""
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, got {blocks} blocks of {block_size}")
         self.blocks = blocks
@@ -63,21 +61,22 @@ class KVCacheManager:
         self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
         self.events = events
         self._pool = BlockPool(blocks, events, retention.lists, retention.blocks)
-        self._host = HostTier(host_blocks, events)
         of_states = None if events is None else GroupEvents(events, groups.total)
         self.states = None
         if snapshots and prefix_caching:
             self.states = StatePool(snapshots, host_snapshots, of_states, retention.states, landing_states)
-        self.landed = LandedImages(landing)
-        """Images of blocks; those of states are in `states`."""
-        self._tiers = BlockTiers(self._pool, self._host, self.landed, self.states)
+        self.tiers = None
+        """None: there are blocks and snapshots on the device alone."""
+        if host_blocks or host_snapshots or landing or landing_states:
+            host, landed = HostTier(host_blocks, events), LandedImages(landing)
+            self.tiers = BlockTiers(self._pool, host, landed, self.states, self._take)
         self.retention = (
             SessionRetention(self._pool, self.states, block_size, groups.total) if retention.blocks else None
         )
         self.begins_anywhere = groups.total == groups.full == 1 and self.states is None
         """Whether a sequence can go on after any block that is cached with all before it."""
         self.draft_states = DraftStates(snapshots, draft_states or 0) if snapshots or draft_states is not None else None
-        self.is_findable = self._tiers.is_findable
+        self.is_findable = self._pool.is_cached if self.tiers is None else self.tiers.is_findable
         """Whether the block of a key, see `group_key`, need not be computed."""
         self.committed: list[ImagePlace] | None = None
         """Blocks that became findable by being computed, for who takes them away; None: nobody does."""
@@ -198,7 +197,7 @@ class KVCacheManager:
         for group in range(self.span_blocks):
             begin = first if group < groups.full else max(first, slid)
             keys = group_keys(hashes[begin:], group)
-            columns.append([NO_BLOCK] * (begin - first) + self._tiers.share(keys, restore))
+            columns.append([NO_BLOCK] * (begin - first) + self._share(keys, restore))
             if len(columns[-1]) < len(hashes) - first and not self.begins_anywhere:
                 self._drop_all([*chain(*columns)])
                 return False
@@ -208,6 +207,18 @@ class KVCacheManager:
             self._shared_sliding += self._holds_beyond_first([*chain(*columns[groups.full :])])
             self._slide_to(table, slid)
         return table.committed == len(hashes)
+
+    def _share(self, keys: Sequence[bytes], restore: bool) -> list[int]:
+        """Hold each of these blocks once more, up to the first that is not there; with `restore`, in the tiers too."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._pool.share(key)
+            if block is None and restore and self.tiers is not None:
+                block = self.tiers.restore(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def _holds_beyond_first(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are held by another table too."""
@@ -228,9 +239,8 @@ class KVCacheManager:
 
     def _forked(self, blocks: Sequence[bytes]) -> int:
         """How many of the first `blocks` are cached, or computed right now."""
-        is_cached, is_elsewhere = self._pool.is_cached, self._tiers.is_elsewhere
-        computing = self._computing
-        return sum(takewhile(bool, (is_cached(key) or key in computing or is_elsewhere(key) for key in blocks)))
+        is_findable, computing = self.is_findable, self._computing
+        return sum(takewhile(bool, (is_findable(key) or key in computing for key in blocks)))
 
     def awaits(self, hashes: Sequence[bytes], known: int) -> bytes | None:
         """The last block of the prefix that an open table computes right now and this sequence could share. None when
@@ -239,47 +249,40 @@ class KVCacheManager:
         awaited = None
         blocks = hashes[: (known - 1) // self.block_size]
         if self.states is not None:
-            return self.states.awaited(blocks[: self._forked(blocks)], self._tiers.is_findable)
-        is_cached = self._pool.is_cached
+            return self.states.awaited(blocks[: self._forked(blocks)], self.is_findable)
         for block_hash in blocks:
-            if not is_cached(block_hash) and not self._tiers.is_elsewhere(block_hash):
+            if not self.is_findable(block_hash):
                 if not self.being_computed(block_hash):
                     break
                 awaited = block_hash
         return awaited
 
     def restore(self, table: BlockTable, known: int) -> None:
-        """Let a table that `open` just made for `known` tokens have the blocks too that follow elsewhere, and
-        begin with a state that may be there: `take_block_copies` and `take_state_copies` tell what is to be copied.
-        There must be room for all that it is to hold. `table.snapshot` is the state to begin with from now on."""
-        of_states = self.states is not None and (self.states.host.size or self.states.landed)
-        if self._host.size or (self.landed.size and self.landed) or of_states:
-            self._restore_from_elsewhere(table, table.promised[: (known - 1) // self.block_size])
+        """Let a table that `open` just made for `known` tokens also have the blocks that follow in the tiers, and set
+        the snapshot that it begins with. There must be room for all that it is to hold."""
+        if self.tiers is not None and not self.tiers.is_empty:
+            self._restore_from(self.tiers, table, table.promised[: (known - 1) // self.block_size])
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
 
-    def _restore_from_elsewhere(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
+    def _restore_from(self, tiers: BlockTiers, table: BlockTable, hashes: Sequence[bytes]) -> None:
         first = table.committed
-        groups = self.groups
         states = self.states
         resumable = None
         if states is not None:
             most = table.forked // self.block_size
             resumable = [number for number in range(first + 1, most + 1) if states.is_kept(hashes[number - 1])]
-        end = self._prefix_end(hashes, first, self._tiers.is_findable, resumable)
-        taken = groups.full * (end - first) + groups.sliding * min(self.demand.window, end - first)
+        end = self._prefix_end(hashes, first, self.is_findable, resumable)
+        taken = self.groups.full * (end - first) + self.groups.sliding * min(self.demand.window, end - first)
         if end <= first or taken > self._pool.free:
             return
-        for block_hash in reversed(hashes[first:end]):  # what makes room for them is to take the place of others
-            for group in range(self.span_blocks):
-                self._host.use(group_key(block_hash, group))
+        tiers.use(hashes[first:end], self.span_blocks)  # what makes room for them is to take the place of others
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return
-        table.landed = sum(block_hash in self.landed for block_hash in hashes[first:end]) * self.block_size
+        table.landed = sum(block_hash in tiers.landed for block_hash in hashes[first:end]) * self.block_size
         if self._hold_spans(table, hashes[:end], restore=True):
             table.states = [*table.states, *(hashes[number - 1] for number in resumable or ())][-2:]
-        for block_hash in hashes[first : table.committed]:
-            self._settle(block_hash)
+        self._settle(hashes[first : table.committed])
         came = (table.committed - first) * self.block_size
         table.landed = min(table.landed, came)
         table.restored = came - table.landed
@@ -287,11 +290,12 @@ class KVCacheManager:
         table.forked = max(table.forked, table.cached)
 
     def take_block_copies(self) -> list[TierCopy]:
-        return self._host.take_copies() if self._host.copies else []
+        """The copies between the device and its tiers since the last call, to be made before the next plan's step."""
+        return [] if self.tiers is None else self.tiers.host.take_copies()
 
     def take_state_copies(self) -> list[TierCopy]:
         """The copies of snapshots, in the same way: they come before those that the plan writes."""
-        return [] if self.states is None or not self.states.host.copies else self.states.host.take_copies()
+        return [] if self.states is None else self.states.host.take_copies()
 
     def room_for(self, table: BlockTable, tokens: int, spare: int = 0) -> bool:
         """Whether the table may grow to `tokens` tokens, sliding as they are computed, and leave `spare` blocks. Where
@@ -306,8 +310,17 @@ class KVCacheManager:
         missing = self.missing_blocks(table, tokens)
         if missing > self._pool.free:
             return False
-        table.blocks.extend([self._tiers.take() for _ in range(missing)])
+        table.blocks.extend([self._take() for _ in range(missing)])
         return True
+
+    def _take(self) -> int:
+        """A block for new content. One must be free."""
+        block, evicted = self._pool.take()
+        if evicted is not None and self.tiers is not None:
+            evicted = self.tiers.save(evicted, block)
+        if evicted is not None and self.states is not None:
+            self.states.demote(evicted)
+        return block
 
     def slide(self, table: BlockTable, computed: int) -> None:
         """Give up the blocks of sliding groups that no token from position `computed` on sees. They stay cached."""
@@ -334,14 +347,12 @@ class KVCacheManager:
                 if self.committed is not None:
                     self.committed.append(ImagePlace(key, block))
         table.committed += len(hashes)
-        for block_hash in table.promised[first : table.committed]:
-            self._settle(block_hash)
+        self._settle(table.promised[first : table.committed])
 
     def close(self, table: BlockTable) -> None:
         """Give all blocks back, newest first: a prefix outlives what was built on it."""
         self._tables.remove(table)
-        for block_hash in table.promised[table.committed :]:
-            self._settle(block_hash)
+        self._settle(table.promised[table.committed :])
         for group in range(self.groups.full, self.span_blocks):
             self._shared_sliding -= self._holds_beyond_first(table.blocks[group :: self.span_blocks])
         self._drop_all(table.blocks)
@@ -356,17 +367,20 @@ class KVCacheManager:
         """Whether an open table will commit this block."""
         return block_hash in self._computing
 
-    def _settle(self, block_hash: bytes) -> None:
-        self._computing[block_hash] -= 1
-        if not self._computing[block_hash]:
-            del self._computing[block_hash]
+    def _settle(self, hashes: Iterable[bytes]) -> None:
+        """A table has computed these blocks, or gives them up."""
+        for block_hash in hashes:
+            self._computing[block_hash] -= 1
+            if not self._computing[block_hash]:
+                del self._computing[block_hash]
 
     def check_integrity(self) -> None:
         """Recompute free + cached + used == total, holders and promises from the tables. Raises `AssertionError` where
         something leaked."""
         held = [block for table in self._tables for block in table.blocks if block != NO_BLOCK]
         self._pool.check_integrity(held)
-        self._host.check_integrity()
+        if self.tiers is not None:
+            self.tiers.host.check_integrity()
         if self.retention is not None:
             self.retention.check_integrity()
         computing: Counter[bytes] = Counter()

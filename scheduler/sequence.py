@@ -9,13 +9,14 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
+from ..core.resolved_sampling import ResolvedSampling
 from ..core.retention import Retention
 from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.block_table import BlockTable
 from ..kvcache.cache_events import BlockContent, ExtraKey
 from ..kvcache.manager import KVCacheManager
-from .plan import EmbeddedSpan, EncoderRows, IntArray, ResolvedSampling
+from .plan import EmbeddedSpan, EncoderRows, IntArray
 
 GREEDY = ResolvedSampling()
 

@@ -110,14 +110,14 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_390,
+    "core": 2_420,
     "processes": 1_185,
     "telemetry": 3_025,
-    "kvcache": 1_530,
+    "kvcache": 1_545,
     "tokenization": 4_065,
     "media": 1_526,
-    "scheduler": 2_375,
-    "engine": 31_245,
+    "scheduler": 2_350,
+    "engine": 31_285,
     "classic_backends": 8_700,
     "ensembles": 1_200,
     "routing": 250,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kvcache.host_tier import landed_number
+from ...kvcache.tiers.host_tier import landed_number
 from ...scheduler.plan import IntArray
 from .place_images import PlaceImages
 

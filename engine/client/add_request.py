@@ -14,10 +14,11 @@ from ...core.errors import InvalidArgument
 from ...core.kv_transfer import new_handle
 from ...core.request import Conversation, GenerateRequest
 from ...core.request_context import RequestContext
+from ...core.resolved_sampling import LogitsParams, ResolvedSampling
 from ...core.retention import Retention
 from ...core.sampling import SamplingParams
 from ...core.token_limit import TokenLimit
-from ...scheduler.plan import IntArray, LogitsParams, ResolvedSampling
+from ...scheduler.plan import IntArray
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
 from ..core.messages import AddRequest, CoreReady

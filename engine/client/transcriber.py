@@ -17,9 +17,10 @@ from ...core.media import PreparedMedium
 from ...core.media_models import AlignedWindow, EncodedMedium
 from ...core.request import FinishReason, GenerateChunk, GenerateRequest, Prompt, join_chunks
 from ...core.request_context import RequestContext
+from ...core.resolved_sampling import LogitsParams, TimestampRules
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, Transcript, TranscriptSegment, TranscriptWord
-from ...scheduler.plan import EncoderRows, LogitsParams, TimestampRules
+from ...scheduler.plan import EncoderRows
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.media_text import MediaText
 from ...tokenization.speech_tokens import SECONDS_A_TIME, SpeechTokens, read_speech_tokens

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...core.metrics import FetchDecision
 from ...kvcache.exchange.directory_tier import DirectoryTier, WantedPrefix
 from ...kvcache.exchange.image_directory import ImageDirectory
-from ...kvcache.landed_images import ImagePlace
+from ...kvcache.tiers.landed_images import ImagePlace
 from ...processes.daemon_threads import DaemonThreads
 from ...scheduler.plan import StepUpdates
 from ...scheduler.sequence import SequenceSpec

@@ -47,6 +47,7 @@ from .messages import CoreFailed, CoreLoading, CoreReady
 from .prefix_transfers import PrefixTransfers
 from .sockets import CoreEndpoints, CoreSockets
 from .step_loop import EngineCore
+from .warm_up import learn_step_times, warm_up
 
 _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
@@ -168,7 +169,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         encoder=capacity.encoder,
     )
     progress.report("warm-up", 0.0)
-    core.warm_up()
+    warm_up(core)
     progress.report("warm-up", 1.0)
     if (fetches := open_cache_directory(config, capacity, executor, cache, scheduler, core.inbox, events)) is not None:
         core.prefix_origins.append(fetches)
@@ -181,7 +182,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     if config.warm_up_graphs:
         executor.capture_usual_steps(progress.report)
     if capacity.on_gpu:
-        core.learn_step_times()
+        learn_step_times(core)
     gc_tuning.collect_and_freeze(frozen_too=False)
     here = capacity.machine and not capacity.on_gpu and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes

@@ -12,7 +12,7 @@ from ...core.eager_reason import EagerReason
 from ...core.errors import SentError
 from ...core.metrics import ImageTotals
 from ...kvcache.exchange.directory_tier import DroppedImages
-from ...kvcache.landed_images import ImagePlace
+from ...kvcache.tiers.landed_images import ImagePlace
 from ...processes.log_forwarding import LogRecordMessage
 from ...scheduler.plan import IntArray, MaskArray, StepPlan, StepResult
 from ..worker.executor import CacheCopies, CachePlaces, Capacity, ImageLayout

@@ -7,7 +7,7 @@ from itertools import count
 
 from ...core.metrics import ImageTotals
 from ...kvcache.exchange.directory_tier import DroppedImages
-from ...kvcache.landed_images import ImagePlace
+from ...kvcache.tiers.landed_images import ImagePlace
 from . import rank_messages as messages
 
 

@@ -20,6 +20,7 @@ from ...core.adapter import Adapter
 from ...core.eager_reason import EagerReason
 from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
+from ...core.resolved_sampling import ResolvedSampling
 from ...kvcache.block_table import NO_BLOCK
 from ...scheduler.plan import (
     NO_PROPOSALS,
@@ -27,7 +28,6 @@ from ...scheduler.plan import (
     MaskSource,
     NewSequence,
     Proposals,
-    ResolvedSampling,
     StepPlan,
     StepResult,
     proposals_of,

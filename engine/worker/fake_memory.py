@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kvcache.host_tier import landed_number
+from ...kvcache.tiers.host_tier import landed_number
 from ...scheduler.plan import IntArray
 
 EMPTY = -1

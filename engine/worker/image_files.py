@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from ...core.metrics import ImageTotals
 from ...kvcache.exchange.directory_tier import DroppedImages
 from ...kvcache.exchange.image_directory import ImageDirectory, ReadOutcome, share_name
-from ...kvcache.landed_images import ImagePlace
+from ...kvcache.tiers.landed_images import ImagePlace
 from ...processes.daemon_threads import DaemonThreads
 from ...processes.host import lower_thread_priority
 

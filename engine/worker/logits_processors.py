@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import LogitsParams, LongArray, TimestampRules
+from ...core.resolved_sampling import LogitsParams, TimestampRules
+from ...scheduler.plan import LongArray
 from ..step_batch import to_device
 
 _ANY = -1

@@ -23,6 +23,7 @@ from ...engine.core.cache_sizes import resolve_cache_sizes
 from ...engine.core.messages import AddRequest, FromCore, RequestRejected, RequestUpdates, Shutdown
 from ...engine.core.process import build_executor, resolve_max_model_len, scheduler_config
 from ...engine.core.step_loop import EngineCore
+from ...engine.core.warm_up import warm_up
 from ...engine.worker.executor import Capacity, Executor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
@@ -212,7 +213,7 @@ class _EngineRun:
         self.overheads: list[float] = []
 
     def measure(self, seconds: float, tell: Tell) -> list[StepSample]:
-        EngineCore(self._scheduler, self._cache, self._executor).warm_up()
+        warm_up(EngineCore(self._scheduler, self._cache, self._executor))
         samples = self._scheduler.samples
         samples.clear()
         began = perf_counter()

@@ -20,7 +20,7 @@ import numpy as np
 from ...core.errors import InvalidArgument, QueueFull
 from ...engine.client.admission import AdmissionControl, QueueLimits, QueueTicket
 from ...engine.client.routing import NOT_CACHED, TOKENS_PER_REQUEST, ExpectedPrefix, PrefixIndex, route_prompt
-from ...engine.core.step_loop import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
+from ...engine.core.warm_up import WARM_UP_NEW_TOKENS, WARM_UP_PROMPT_TOKENS
 from ...kvcache.layer_groups import ONE_GROUP, LayerGroups
 from ...kvcache.manager import KVCacheManager
 from ...kvcache.retention.session_retention import RetentionBudget

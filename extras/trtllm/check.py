@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from ...core.errors import CharoniaError
+from ...core.resolved_sampling import ResolvedSampling
 from ...engine.core.messages import AddRequest
-from ...scheduler.plan import ResolvedSampling
 from ...scheduler.sequence import SequenceSpec
 from .options import TrtllmOptions
 from .package import SUPPORTED, differences, import_tensorrt_llm, read_stubs

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
 from ...core.logprobs import Logprobs
 from ...core.request import FinishReason, GuidedDecoding
+from ...core.resolved_sampling import LogitsParams, ResolvedSampling
 from ...engine.client.token_stream import TokenStream
 from ...engine.core.messages import AddRequest
-from ...scheduler.plan import LogitsParams, ResolvedSampling
 from ...scheduler.sequence import Sequence as QueuedSequence
 from ...scheduler.sequence import SequenceSpec
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ..block_hashes import group_key
 from ..cache_events import split_key
-from ..landed_images import ImagePlace, LandedImages
 from ..manager import KVCacheManager
+from ..tiers.landed_images import ImagePlace, LandedImages
 
 _REMEMBERED = 1 << 17
 """Keys of images that this server has written or found, and does not write again."""
@@ -38,6 +38,7 @@ class DirectoryTier:
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
+        self._landed = LandedImages(0) if cache.tiers is None else cache.tiers.landed
         self._groups = cache.groups
         self._committed: list[ImagePlace] = []
         cache.committed = self._committed
@@ -77,7 +78,7 @@ class DirectoryTier:
         while end > first:
             images = self._images(shared[:end])
             more = [image for image in images if not self._landing(image).is_expected(_landed_key(image))]
-            excess = sum(not image.of_state for image in more) - self._cache.landed.room
+            excess = sum(not image.of_state for image in more) - self._landed.room
             states = self._cache.states
             if states is not None and any(image.of_state for image in more) and states.landed.room < 1:
                 break
@@ -101,7 +102,7 @@ class DirectoryTier:
 
     def _landing(self, image: ImagePlace) -> LandedImages:
         if not image.of_state:
-            return self._cache.landed
+            return self._landed
         assert self._cache.states is not None, "an image of a state, and there are none"
         return self._cache.states.landed
 
@@ -136,7 +137,7 @@ class DirectoryTier:
 
     def take_dropped(self) -> DroppedImages:
         states = self._cache.states
-        return DroppedImages(self._cache.landed.take_dropped(), [] if states is None else states.landed.take_dropped())
+        return DroppedImages(self._landed.take_dropped(), [] if states is None else states.landed.take_dropped())
 
     def take_unwritten(self) -> list[ImagePlace]:
         """The blocks and snapshots that have become findable since the last call, and are not known to be in the
@@ -164,7 +165,7 @@ class DirectoryTier:
         held = list(held)
         blocks = [(_landed_key(image), image.number) for image in held if not image.of_state]
         states = [(_landed_key(image), image.number) for image in held if image.of_state]
-        self._cache.landed.check_integrity(blocks)
+        self._landed.check_integrity(blocks)
         if self._cache.states is not None:
             self._cache.states.landed.check_integrity(states)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from ..cache_events import CacheEvents
-from ..host_tier import HostTier
-from ..landed_images import ImagePlace, LandedImages
+from ..tiers.host_tier import HostTier
+from ..tiers.landed_images import ImagePlace, LandedImages
 
 
 class StatePool:

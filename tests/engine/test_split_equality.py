@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from charonia.bench.inline_loop import LoopResult
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, ParallelConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.executor import Executor, StepFuture
@@ -20,7 +21,7 @@ from charonia.kvcache.layer_groups import ONE_GROUP
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -189,7 +189,9 @@ def findable_blocks(cache: KVCacheManager) -> set[FindableBlock]:
     def states(keys: Sequence[bytes], medium: str) -> set[FindableBlock]:
         return {FindableBlock(short_hash(digest), cache.groups.total, medium) for digest in keys}
 
-    found = blocks([*cache._pool._index], "GPU") | blocks([*cache._host._slots], "CPU")
+    found = blocks([*cache._pool._index], "GPU")
+    if cache.tiers is not None:
+        found |= blocks([*cache.tiers.host._slots], "CPU")
     pool = cache.states
     if pool is not None:
         found |= states([*pool._recent, *pool._proven], "GPU") | states([*pool.host._slots], "CPU")

@@ -12,6 +12,7 @@ from random import Random
 import msgspec
 import numpy as np
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.core.cache_events import CacheEventRecorder
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
@@ -19,7 +20,7 @@ from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
-from charonia.scheduler.plan import EmbeddedSpan, ForcedTokens, ResolvedSampling, StepPlan, StepResult, StepUpdates
+from charonia.scheduler.plan import EmbeddedSpan, ForcedTokens, StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec

@@ -10,10 +10,10 @@ import torch
 from charonia.bench.gpu_engine import BLOCK, SMALL, RandomExecutor
 from charonia.bench.inline_loop import run_to_end
 from charonia.core.logprobs import Logprobs
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.gpu import runtime
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

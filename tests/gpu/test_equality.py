@@ -14,13 +14,13 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.step_batch import SAMPLING_DTYPE
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.sampler import choose_sampler, counter_uniform, sample
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

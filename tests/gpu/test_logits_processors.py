@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from charonia.core.resolved_sampling import LogitsParams
 from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
 from charonia.engine.worker.logprobs import WantedLogprobs, sampled_logprobs
-from charonia.scheduler.plan import LogitsParams
 
 ROWS, VOCAB, LENGTH, PROMPT = 6, 500, 40, 10
 WISHES = (

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -11,6 +11,7 @@ import torch
 
 from charonia.bench.inline_loop import run_to_end
 from charonia.core.eager_reason import EagerReason
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.drafters.laboratory import Record, SyntheticDrafter
@@ -20,7 +21,6 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import Drafter, Speculation
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

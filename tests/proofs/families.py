@@ -20,6 +20,7 @@ from cyclopts import App
 
 from charonia.bench.checkpoint import write_random
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.torch_attention import ReferenceAttention
 from charonia.engine.checkpoint.build_context import BuildContext
@@ -34,7 +35,7 @@ from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
-from charonia.scheduler.plan import ResolvedSampling, StepPlan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -25,9 +25,10 @@ from rich.text import Text
 
 from charonia.bench.inline_loop import PRECISIONS, run_to_end
 from charonia.bench.roofline import Precision
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.core.drafters import build_drafter
-from charonia.engine.core.step_loop import WARM_UP_NEW_TOKENS
+from charonia.engine.core.warm_up import WARM_UP_NEW_TOKENS
 from charonia.engine.drafters.laboratory import Record
 from charonia.engine.options import read_speculation_config
 from charonia.engine.worker.inline_executor import InlineExecutor
@@ -37,7 +38,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.draft_costs import DraftCosts
 from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
-from charonia.scheduler.plan import IntArray, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import IntArray, StepPlan, StepResult
 from charonia.scheduler.prefill_budget import StepWork
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec

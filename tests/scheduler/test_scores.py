@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from charonia.core.logprobs import PromptLogprobs
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling, StepPlan, StepUpdates
+from charonia.scheduler.plan import StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

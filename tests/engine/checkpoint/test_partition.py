@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.checkpoint.build_context import BuildContext, Shard, SingleRank
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.checkpoint.model_spec import (
@@ -34,7 +35,7 @@ from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.models.registry import ARCHITECTURES, checkpoint_builder
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.loaded_rank import load_rank
-from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import NewSequence, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(

@@ -8,10 +8,10 @@ import pytest
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, GenerateRequest, Prompt
 from charonia.core.request_context import GatewayHints, RequestContext
+from charonia.core.resolved_sampling import LogitsParams
 from charonia.core.sampling import SamplingParams
 from charonia.engine.client.add_request import build_add_request, prompt_tokens_to_keep
 from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
-from charonia.scheduler.plan import LogitsParams
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.generation_defaults import GenerationDefaults
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from charonia.core.errors import CharoniaError, InvalidArgument, SentError, Unavailable
 from charonia.core.metrics import DrafterTotals, EngineTotals
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.client import client as client_module
 from charonia.engine.client.client import EngineClient, Replica
 from charonia.engine.client.routing import TOKENS_PER_REQUEST, prompt_prefixes
@@ -33,7 +34,7 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EncoderRows, ResolvedSampling, StepUpdates
+from charonia.scheduler.plan import EncoderRows, StepUpdates
 from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until

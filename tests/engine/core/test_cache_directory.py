@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.core import prefix_fetches
 from charonia.engine.core.cache_directory import check_cache_directory
@@ -18,7 +19,6 @@ from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, 
 from charonia.engine.core.process import build_executor, start_core
 from charonia.engine.worker.executor import Capacity, ImageLayout
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.sequence import SequenceSpec
 
 SILENT: Any = SimpleNamespace(report=lambda *_: None)

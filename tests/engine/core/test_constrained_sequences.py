@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from charonia.core.request import GuidedDecoding
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
 from charonia.engine.core.grammar_pool import GrammarPool
@@ -26,7 +27,6 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import GRAMMAR, Drafter, DraftRequest, Speculation
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

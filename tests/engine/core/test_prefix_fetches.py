@@ -14,8 +14,8 @@ from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import FetchPace, PrefixFetches
 from charonia.kvcache.exchange.directory_tier import DirectoryTier, DroppedImages
 from charonia.kvcache.exchange.image_directory import ImageDirectory, share_name
-from charonia.kvcache.landed_images import ImagePlace
 from charonia.kvcache.manager import KVCacheManager
+from charonia.kvcache.tiers.landed_images import ImagePlace
 from charonia.scheduler.sequence import SequenceSpec
 
 from ...proofs.directory import BUDGET, Shape, run
@@ -129,7 +129,7 @@ async def test_patience_is_as_long_as_computing_takes(make_bench: MakeBench) -> 
     bench.ready()
     assert len(bench.mover.dropped) == 4
     assert bench.fetches.totals()["late"] == 1
-    assert bench.cache.landed.room == 8
+    assert bench.cache.tiers.landed.room == 8
 
 
 async def test_a_request_that_ends_while_it_waits_leaves_nothing(make_bench: MakeBench) -> None:

@@ -22,6 +22,7 @@ from charonia.engine.core.messages import (
     Shutdown,
 )
 from charonia.engine.core.step_loop import EngineCore
+from charonia.engine.core.warm_up import warm_up
 from charonia.engine.drafters.prediction import PredictionDrafter
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
@@ -108,7 +109,7 @@ class Running:
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> "Running":
-        self.core.warm_up()
+        warm_up(self.core)
         self._thread.start()
         return self
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import run_to_end
 from charonia.core.logprobs import Logprobs
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.attention import selector
 from charonia.engine.attention.backend import AttentionBackend
 from charonia.engine.attention.triton_attention import TritonAttention
@@ -21,7 +22,6 @@ from charonia.engine.gpu.norm import TritonNorm
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from tests.engine.kept_attention import KeptReference

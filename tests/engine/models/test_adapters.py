@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig, LoraConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.attention import selector
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
@@ -26,7 +27,6 @@ from charonia.engine.worker.step_recording import record_steps
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import Speculation
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import GREEDY, SequenceSpec
 from tests.engine.threads import Layout, ThreadedExecutor

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EmbeddedSpan, ResolvedSampling
+from charonia.scheduler.plan import EmbeddedSpan
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import BLOCK, NEW, Bench, Setting

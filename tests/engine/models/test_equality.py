@@ -14,13 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.layer_groups import SpanDemand
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
-from charonia.scheduler.plan import ResolvedSampling, StepPlan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from tests.checkpoints import LLAMA_KIN

@@ -15,6 +15,7 @@ from charonia.bench.inline_loop import run_to_end
 from charonia.bench.perplexity import ScoredModel
 from charonia.cli.import_plan import ImportedFile, plan_import
 from charonia.core.request import ChatMessage, Conversation
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.build import examine, memory_needed
 from charonia.engine.checkpoint.gguf_weights import GgufWeights
 from charonia.engine.checkpoint.model_spec import CheckpointError
@@ -26,7 +27,6 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.repository.model_source import checkpoint_source, read_model
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from tests.checkpoints import YARN_ROPE

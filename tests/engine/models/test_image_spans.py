@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import Speculation
-from charonia.scheduler.plan import NO_ROWS, NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import NO_ROWS, NewSequence, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from tests.image_prompts import PLACEHOLDER, ImagePrompt, image_prompt, whole_logits

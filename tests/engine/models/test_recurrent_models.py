@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.attention.backend import CacheSpec
 from charonia.engine.attention.selector import create_backend
 from charonia.engine.checkpoint.build_context import BuildContext
@@ -28,7 +29,7 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.layers.torch_matmul import quantize_rows
 from charonia.engine.models.registry import checkpoint_builder
 from charonia.engine.step_batch import StepBatch
-from charonia.scheduler.plan import NewSequence, ResolvedSampling
+from charonia.scheduler.plan import NewSequence
 
 CPU = torch.device("cpu")
 NAMES = ["qwen3.5", "lfm2", "granite-hybrid"]

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EncoderRows, ResolvedSampling
+from charonia.scheduler.plan import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import NEW, Bench, Setting

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import IntArray, ResolvedSampling
+from charonia.scheduler.plan import IntArray
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -20,6 +20,7 @@ from tokenizers.trainers import BpeTrainer
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.errors import InvalidArgument
 from charonia.core.logprobs import Logprobs
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.attention.torch_attention import ReferenceAttention
 from charonia.engine.config import CacheConfig, EngineConfig, SpeculationConfig
 from charonia.engine.core.drafters import ProposedDrafts
@@ -31,7 +32,7 @@ from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import PREDICTION, Drafter, DraftRequest, Speculation
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.tokenizer_json import read_tokenizer

@@ -21,13 +21,14 @@ from transformers import (
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling, TimestampRules
 from charonia.engine.checkpoint.encoder_shape import EncoderShape
 from charonia.engine.checkpoint.model_spec import CheckpointError
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EncoderRows, LogitsParams, ResolvedSampling, TimestampRules
+from charonia.scheduler.plan import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import NEW, SETTINGS, Bench

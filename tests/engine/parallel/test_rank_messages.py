@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from charonia.core.logprobs import Logprobs, PromptLogprobs
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.parallel.rank_messages import (
     AllocateCache,
     ComputeStep,
@@ -25,15 +26,7 @@ from charonia.engine.parallel.rank_messages import (
     encode_message,
 )
 from charonia.engine.worker.executor import CacheCopies, CachePlaces
-from charonia.scheduler.plan import (
-    EmbeddedSpan,
-    EncoderRows,
-    LogitsParams,
-    NewSequence,
-    ResolvedSampling,
-    StepPlan,
-    StepResult,
-)
+from charonia.scheduler.plan import EmbeddedSpan, EncoderRows, NewSequence, StepPlan, StepResult
 
 
 def ints(*values: int) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ import pytest
 from charonia.core.adapter import Adapter
 from charonia.core.eager_reason import EagerReason
 from charonia.core.errors import CharoniaError, Internal, InvalidArgument, SentError, Unavailable
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import EngineConfig, ParallelConfig
 from charonia.engine.core import process
 from charonia.engine.core.process import build_executor
@@ -45,7 +46,7 @@ from charonia.engine.parallel.rank_messages import (
 )
 from charonia.engine.parallel.ranks_executor import RanksExecutor, tightest_capacity
 from charonia.engine.worker.executor import Capacity
-from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import NewSequence, StepPlan, StepResult
 
 NONE = np.zeros(0, np.int32)
 NO_PAIRS = np.zeros((0, 2), np.int32)

@@ -3,7 +3,7 @@
 from charonia.core.metrics import ImageTotals
 from charonia.engine.parallel.rank_messages import FetchImages, ImagesCounted, ImagesFetched, RankCommand
 from charonia.engine.parallel.ranks_images import RanksImages
-from charonia.kvcache.landed_images import ImagePlace
+from charonia.kvcache.tiers.landed_images import ImagePlace
 
 IMAGES = [ImagePlace(bytes([number]) * 32, number) for number in range(3)]
 

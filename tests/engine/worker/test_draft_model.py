@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.gpu.graph_buckets import GraphKey
 from charonia.engine.gpu.graphs import StaticStep
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.draft_model import DraftLimits, DraftModel
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import NO_HOST_COPIES, NewSequence, Proposals, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import NO_HOST_COPIES, NewSequence, Proposals, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
 """Tokens of a block, and those that the draft model knows; the target has twice as many."""

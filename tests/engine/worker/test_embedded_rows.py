@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.checkpoint.model_spec import RopeSpec
 from charonia.engine.layers.rotary import FusedRotary, TorchRotary, pair_axes
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.embedded_rows import EmbeddedRows
-from charonia.scheduler.plan import EmbeddedSpan, NewSequence, ResolvedSampling
+from charonia.scheduler.plan import EmbeddedSpan, NewSequence
 
 CPU = torch.device("cpu")
 SPANS = (

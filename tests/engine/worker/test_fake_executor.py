@@ -6,9 +6,10 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
-from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan, StepResult
+from charonia.scheduler.plan import NewSequence, StepPlan, StepResult
 
 
 def plan(

@@ -5,7 +5,7 @@ from pathlib import Path
 from charonia.engine.worker.fake_memory import FakeMemory
 from charonia.engine.worker.image_files import ImageDirectorySettings, RankImages
 from charonia.kvcache.exchange.directory_tier import DroppedImages
-from charonia.kvcache.landed_images import ImagePlace
+from charonia.kvcache.tiers.landed_images import ImagePlace
 
 
 def test_what_is_dropped_is_gone(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.executor import CacheCopies, CachePlaces
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import NewSequence, StepPlan
 
 NOBODY = np.zeros(0, dtype=np.int32)
 NOTHING = np.zeros((0, 2), dtype=np.int32)

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

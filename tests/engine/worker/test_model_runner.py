@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import SampledTokens, StepBatch
 from charonia.engine.worker.cpu_step_computer import CpuStepComputer
 from charonia.engine.worker.device_step_computer import DeviceStepComputer
 from charonia.engine.worker.model_runner import ModelRunner
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import IntArray, LogitsParams, MaskArray, NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import IntArray, MaskArray, NewSequence, StepPlan
 
 CPU = torch.device("cpu")
 GREEDY = ResolvedSampling()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from charonia.bench.inline_loop import LoopResult, run_to_end
 from charonia.core.logprobs import RankedLogprobs
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker import logprobs
@@ -21,7 +22,7 @@ from charonia.engine.worker.executor import Executor
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ResolvedSampling, StepPlan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -5,9 +5,10 @@ import weakref
 import numpy as np
 import torch
 
+from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.step_adapters import RankAdapter
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import NewSequence, ResolvedSampling, StepPlan
+from charonia.scheduler.plan import NewSequence, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:

@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig, WhisperTimeStampLogitsProcessor
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
+from charonia.core.resolved_sampling import LogitsParams, TimestampRules
 from charonia.engine.worker.logits_processors import prepare_logits_params, process_logits
-from charonia.scheduler.plan import LogitsParams, TimestampRules
 
 PROMPT = 3
 END, NO_TIMESTAMPS, VOCABULARY = 20, 24, 40

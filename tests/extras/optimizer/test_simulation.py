@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from charonia.engine.core.messages import AddRequest, FromCore, RequestUpdates, Shutdown
 from charonia.engine.core.step_loop import EngineCore
+from charonia.engine.core.warm_up import warm_up
 from charonia.engine.worker.executor import StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSpread
@@ -243,7 +244,7 @@ def core_steps(engine: EngineShape, requests: list[SimulatedRequest]) -> list[Pl
     cache, executor = KVCacheManager(engine.blocks, engine.block_size), NotingExecutor()
     executor.allocate(engine.blocks)
     core = EngineCore(Scheduler(engine.scheduler, cache), cache, executor)
-    core.warm_up()
+    warm_up(core)
     executor.asked.clear()
     left = len(requests)
 

@@ -10,8 +10,8 @@ import pytest
 from charonia.core.errors import CharoniaError, Internal, Unavailable
 from charonia.core.logprobs import Logprobs
 from charonia.core.request import FinishReason
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.extras.trtllm.request import ResultDelta, ResultReader
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.sequence import SequenceSpec
 
 

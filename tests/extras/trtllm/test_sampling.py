@@ -8,9 +8,9 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding
+from charonia.core.resolved_sampling import LogitsParams, ResolvedSampling
 from charonia.engine.core.messages import AddRequest
 from charonia.extras.trtllm.request import SamplingTranslator
-from charonia.scheduler.plan import LogitsParams, ResolvedSampling
 from charonia.scheduler.sequence import SequenceSpec
 
 MAPPED = {

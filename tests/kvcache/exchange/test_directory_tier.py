@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from charonia.kvcache.exchange.directory_tier import DirectoryTier
-from charonia.kvcache.landed_images import ImagePlace
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager
+from charonia.kvcache.tiers.landed_images import ImagePlace
 
 BLOCK = 4
 TOKENS = np.arange(18, dtype=np.int32)
@@ -98,11 +98,12 @@ def test_what_nobody_waits_for_any_more_is_dropped_when_it_comes() -> None:
     hashes = cache.digest(TOKENS)
     held, missing = tier.hold(tier.wanted(hashes, len(TOKENS), {*hashes}).images)
     tier.release(held)
-    assert cache.landed.room == 0
+    assert cache.tiers is not None
+    assert cache.tiers.landed.room == 0
     assert tier.take_dropped().blocks == []
     tier.settle(missing, [True] * 4)
     assert tier.take_dropped().blocks == [image.number for image in missing]
-    assert cache.landed.room == 4
+    assert cache.tiers.landed.room == 4
 
 
 @pytest.mark.parametrize(("room", "tokens"), [(0, 0), (1, 4), (3, 12), (9, 16)])

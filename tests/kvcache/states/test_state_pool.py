@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from charonia.kvcache.host_tier import HostTier
 from charonia.kvcache.manager import KVCacheManager
 from charonia.kvcache.states.state_pool import StatePool
+from charonia.kvcache.tiers.host_tier import HostTier
 
 
 def keep(pool: StatePool, *names: str) -> None:

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from charonia.kvcache.landed_images import LandedImages
+from charonia.kvcache.tiers.landed_images import LandedImages
 
 SIZE = 4
 KEYS = st.sampled_from([bytes([number]) * 32 for number in range(6)])
