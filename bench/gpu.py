@@ -1,16 +1,17 @@
 """The engine on a CUDA device, against what the device allows: its tests, attention, steps, served over HTTP, and
 offline beside transformers.
 
-    python -m charonia.bench.gpu [--tests tests/gpu] [--out FOLDER] [--minutes 9]
+    python -m charonia.bench.gpu [--tests tests/gpu] [--out FOLDER] [--minutes 9] [--resume]
 
 The models have the shapes of Llama-3.1-8B and Llama-3.2-1B, with random weights made on the device. Kernels are timed
 in a CUDA graph, out of several layers' caches in turn. Each figure is printed, appended to FOLDER/gpu.jsonl, and stands
 in the table of FOLDER/gpu.md as soon as it is measured: whatever ends a run loses nothing. What there is no time for is
-left out; a row that fails takes no other with it; the last line says what failed.
+left out, and measured by a run that resumes this one; a row that fails takes no other with it; the last line says what
+failed.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -22,11 +23,13 @@ from typing import Annotated
 import torch
 from cyclopts import App, Parameter
 
-from .gpu_bench import PEAKS, GpuBench, Row
+from .gpu_bench import GpuBench
 from .gpu_engine import SMALL, GpuWork
-from .gpu_report import GpuReport, run_tests
+from .gpu_report import PEAKS, GpuReport, Row, run_tests
 from .server_process import exit_on_signals
 
+_TESTS = "tests"
+"""What they are called among the rows."""
 _TESTS_SECONDS = 240.0
 """The most that tests may take of the time."""
 
@@ -42,8 +45,16 @@ def measure(rows: Sequence[Row], report: GpuReport, ends: float) -> None:
         try:
             for figure in row.measure():
                 report.add(figure)
+            report.finish(row.name)
         except Exception as error:  # a row that fails takes no other with it
             report.fail(row.name, f"{type(error).__name__}: {error}")
+
+
+def remaining(rows: Sequence[Row], done: Set[str]) -> list[Row]:
+    """The rows that are not done, and what these need."""
+    missing = [row for row in rows if row.name not in done]
+    needed = {name for row in missing for name in row.needs}
+    return [row for row in rows if row.name not in done or row.name in needed]
 
 
 def _about(command: str) -> str:
@@ -61,6 +72,7 @@ def main(
     out: Path = Path(),
     minutes: float = 9.0,
     only: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    resume: bool = False,
 ) -> None:
     """Measure, a line each.
 
@@ -74,23 +86,27 @@ def main(
         How long all of it may take.
     only
         The rows whose name has one of these in it; the peaks are measured anyway.
+    resume
+        Go on where the run before ended: what is in FOLDER/gpu.jsonl since a run last began anew is not measured again.
     """
     ends = perf_counter() + 60 * minutes
     if not torch.cuda.is_available():
         sys.exit("no CUDA device on this machine, or a torch without CUDA")
     out.mkdir(parents=True, exist_ok=True)
     command = f"python -m charonia.bench.gpu --minutes {minutes:g}" + (f" --tests {tests}" if tests else "")
-    report = GpuReport(_about(command), out / "gpu.jsonl", out / "gpu.md", partial(print, flush=True))
+    report = GpuReport(_about(command), out / "gpu.jsonl", out / "gpu.md", partial(print, flush=True), resume)
     is_finished = False
     try:
         with exit_on_signals():
-            if tests is not None:
+            if tests is not None and _TESTS not in report.done:
                 run_tests(tests, _TESTS_SECONDS, report)
+                report.finish(_TESTS)
             invariant = GpuWork(name="8B, batch-invariant,", batch_invariance=True)
             small, other = (GpuBench(work, "cuda", out) for work in (SMALL, invariant))
             rows = GpuBench(GpuWork(), "cuda", out).table(small, other)
             parts = (*PEAKS, *only) if only else ("",)
-            measure([row for row in rows if any(part in row.name for part in parts)], report, ends)
+            wanted = [row for row in rows if any(part in row.name for part in parts)]
+            measure(remaining(wanted, report.done), report, ends)
             is_finished = True
     finally:
         report.close(is_finished)

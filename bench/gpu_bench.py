@@ -2,13 +2,13 @@
 HTTP, and offline beside transformers."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,22 +35,11 @@ from .gpu_engine import (
     without_graphs,
 )
 from .gpu_layers import LAYERS, LayerBench
-from .gpu_report import Figure
+from .gpu_report import PEAKS, Figure, Row
 from .gpu_served import StepRates, served_figures, written_checkpoint
 from .inline_loop import run_to_end
 from .server_process import ServerAddress, own_server
 from .step_trace import HOST, lane_microseconds, trace_step, write_picture
-
-PEAKS = "copy bandwidth", "products"
-"""The rows that the shares of all others are of."""
-
-
-class Row(NamedTuple):
-    """Figures that are measured together, which takes about so many `seconds` on an H200."""
-
-    name: str
-    seconds: float
-    measure: Callable[[], Iterator[Figure]]
 
 
 class GpuBench:
@@ -81,21 +70,26 @@ class GpuBench:
         products are batch-invariant."""
         work, (far_rows, far_attended, far) = self.work, self.work.far
         of_small = [] if small is None else small.served_rows(self)
-        return [
+        rows = [
             Row(PEAKS[0], 3, self.copy_bandwidth),
             Row(PEAKS[1], 3, self.matmul_peak),
             Row("attention, decode", 6, lambda: self.decode_attention(*work.attended)),
             Row("attention, prefill", 6, lambda: self.prefill_attention(work.prompt)),
             *self.step_rows(),
+            Row("decode steps with what can be switched", 40, self.switched_steps),
+            Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
+            Row("steps with parts of prompts", 10, self.mixed_steps),
+            Row("layers with states", 10, lambda: self.layers.states(self.read)),
+            Row("latents", 8, lambda: self.layers.latents(self.read, self.operations)),
+            Row("experts", 20, lambda: self.layers.experts(self.read)),
             *(
                 [Row("products of few rows", 15, lambda: self.layers.few_rows(self.read))]
                 if self.dtype.itemsize == 2 and runtime.serves(self.dtype, self.device)
                 else []
             ),
-            Row("decode steps with drafts", 10, lambda: self.decode_steps(work.batches[1], work.drafts)),
-            Row("steps with parts of prompts", 10, self.mixed_steps),
             Row("pictures of steps", 15, self.trace),
             *self.served_rows(None),
+            *([] if invariant is None else invariant.step_rows_after(self)),
             *of_small,
             Row("attention in a long context", 8, lambda: self.decode_attention(far_attended, far)),
             Row("prefill attention of a long prompt", 8, lambda: self.prefill_attention(far)),
@@ -104,14 +98,13 @@ class GpuBench:
                 Row(f"attention over a cache in {kept}", 12, partial(self.coded_attention, kept))
                 for kept in (["fp8", "int8"] if runtime.serves_fp8(self.dtype, self.device) else ["int8"])
             ),
-            Row("experts", 20, lambda: self.layers.experts(self.read)),
-            Row("layers with states", 10, lambda: self.layers.states(self.read)),
-            Row("latents", 8, lambda: self.layers.latents(self.read, self.operations)),
-            *([] if invariant is None else invariant.step_rows_after(self)),
             Row("offline", 15, lambda: self.offline(work.offline)),
             Row("transformers offline", 90, self.transformers_offline),
             Row("more sequences offline", 40, lambda: self.offline(work.more_offline)),
         ]
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            rows.append(Row(f"{work.name} served by two ranks", 75, lambda: self.served(work.frontends[-1:], 2)))
+        return rows
 
     def step_rows(self) -> list[Row]:
         """What a served model's steps are."""
@@ -122,8 +115,11 @@ class GpuBench:
 
     def served_rows(self, peaks: "GpuBench | None") -> list[Row]:
         """The model over HTTP; and its steps before, with another's `peaks`, if they are not measured anyway."""
-        served = Row(f"{self.work.name} served", 55 * len(self.work.frontends) + 20, self.served)
-        return [served] if peaks is None else [*self.step_rows_after(peaks), served]
+        steps = self.step_rows() if peaks is None else self.step_rows_after(peaks)
+        needs = (*PEAKS, *(row.name for row in steps))
+        seconds = 55 * len(self.work.frontends) + 20
+        served = Row(f"{self.work.name} served", seconds, lambda: self.served(self.work.frontends), needs)
+        return [served] if peaks is None else [*steps, served]
 
     def step_rows_after(self, peaks: "GpuBench") -> list[Row]:
         def begin() -> Iterator[Figure]:
@@ -131,7 +127,8 @@ class GpuBench:
             self.read, self.operations = peaks.read, peaks.operations
             return iter(())
 
-        return [Row(f"{self.work.name} begins", 0, begin), *self.step_rows()]
+        first = Row(f"{self.work.name} begins", 0, begin)
+        return [first, *(row._replace(needs=(*PEAKS, first.name)) for row in self.step_rows())]
 
     def copy_bandwidth(self) -> Iterator[Figure]:
         source = torch.ones(self.work.copied, dtype=torch.uint8, device=self.device)
@@ -164,8 +161,24 @@ class GpuBench:
         yield from self.decode_attention(*self.work.far[1:], kept)
         yield from self.prefill_attention(self.work.prompt, kept)
 
-    def decode_steps(self, rows: int, drafts: int = 0, context: int | None = None) -> Iterator[Figure]:
-        """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded."""
+    def switched_steps(self) -> Iterator[Figure]:
+        """Decode steps with few rows by cuBLAS alone and by the kernel alone, and with dependent launches."""
+        few_rows = self.executor.rank.context.few_rows
+        if few_rows is not None:
+            for by_kernel, how in ((False, "cuBLAS"), (True, "the kernel")):
+                with few_rows.forced(by_kernel):
+                    yield from self.decode_steps(1, how=f", few rows by {how}")
+        if runtime.can_launch_dependently(self.device):
+            runtime.use_dependent_launch(True)
+            try:
+                for rows in self.work.batches:
+                    yield from self.decode_steps(rows, how=", dependent launches")
+            finally:
+                runtime.use_dependent_launch(False)
+
+    def decode_steps(self, rows: int, drafts: int = 0, context: int | None = None, how: str = "") -> Iterator[Figure]:
+        """Steps that are begun one ahead, each with so many drafts a row; the first ones capture what is recorded.
+        `how`: what is switched."""
         work, executor, context = self.work, self.executor, context or self.work.context
         blocks = -(-(context + work.steps + 20 + drafts) // BLOCK)
         self.allocate(rows * blocks)
@@ -179,12 +192,12 @@ class GpuBench:
         eager = 0 if graphs is None else graphs.eager_steps.total()
         seconds, launching = time_steps(runner, plans)
         bound = (self.weight_bytes + rows * context * self.token_bytes) / self.read
-        bar = None if drafts or context > work.context else 0.78 if rows == 1 else 0.65
-        name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else "")
+        bar = None if drafts or how or context > work.context else 0.78 if rows == 1 else 0.65
+        name = f"{work.name} decode step of {rows} at {context:,}" + (f" with {drafts} drafts each" if drafts else how)
         more = f"launched in {1e3 * launching:.2f} ms of the host"
         if graphs is not None and (launched := graphs.eager_steps.total() - eager):
             more += f", {launched} steps kernel by kernel"
-        if not drafts and context == work.context:
+        if not drafts and not how and context == work.context:
             self.decode_seconds[rows] = seconds
         yield Figure(name, 1e3 * seconds, "ms", bound / seconds, "bandwidth", bar, more)
 
@@ -247,21 +260,24 @@ class GpuBench:
             kernels = sum(microseconds for lane, microseconds in lanes.items() if lane != HOST)
             yield Figure(f"{title}: kernels at work", kernels / 1e3, "ms", more=f"{lane_times} ms; {file.name}")
 
-    def served(self) -> Iterator[Figure]:
-        """The model in a server of its own, over a checkpoint that is made for it."""
+    def served(self, frontends_of: Sequence[int], ranks: int = 1) -> Iterator[Figure]:
+        """The model in servers of its own with so many frontends, over a checkpoint that is made for it."""
         work = self.work
         self.release()
         rates = StepRates(self.prompt_rate, self.decode_seconds)
-        complete = self.prompt_rate > 0 and rates.decode_seconds.keys() >= work.served.requests.keys()
+        name = work.name if ranks == 1 else f"{work.name} by {ranks} ranks"
+        complete = ranks == 1 and self.prompt_rate > 0 and rates.decode_seconds.keys() >= work.served.requests.keys()
         config = {name: value for name, value in work.config.items() if name != "architectures"}
         with written_checkpoint(config, str(self.device)) as directory:
             self.empty_cache()
-            for frontends in work.frontends:
+            for frontends in frontends_of:
                 flags = ["--device", self.device.type, "--max-num-seqs", str(max(work.served.requests))]
+                if ranks > 1:
+                    flags += ["--tensor-parallel-size", str(ranks)]
                 began = perf_counter()
                 with self.start(str(directory), *flags, "--frontends", str(frontends)) as place:
-                    yield Figure(f"{work.name} server ready, frontends: {frontends}", perf_counter() - began, "s")
-                    yield from served_figures(work.name, place, work.served, rates if complete else None, frontends)
+                    yield Figure(f"{name} server ready, frontends: {frontends}", perf_counter() - began, "s")
+                    yield from served_figures(name, place, work.served, rates if complete else None, frontends)
 
     def offline(self, sequences: int) -> Iterator[Figure]:
         blocks = self.allocate(sequences * -(-2 * self.work.new // BLOCK))

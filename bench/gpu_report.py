@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -50,11 +50,26 @@ class Figure(NamedTuple):
         return f"{self.name}: {self.measured}" + (f" (bar {self.verdict})" if self.verdict else "")
 
 
+PEAKS = "copy bandwidth", "products"
+"""The rows that the shares of all others are of."""
+
+
+class Row(NamedTuple):
+    """Figures that are measured together, which takes about so many `seconds` on an H200."""
+
+    name: str
+    seconds: float
+    measure: Callable[[], Iterator[Figure]]
+    needs: tuple[str, ...] = PEAKS
+    """The rows that must be measured before it by the same process."""
+
+
 class GpuReport:
     """The figures of a run as they come: each is on the disk before the next is measured. `about`: the card, versions
-    and the command. `lines`: a file that is appended to; `table`: one that is written anew each time."""
+    and the command. `lines`: a file that is appended to; `table`: one that is written anew each time. `resume`: the
+    figures of the run before, and of those that it resumed, are this one's, too."""
 
-    def __init__(self, about: str, lines: Path, table: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, about: str, lines: Path, table: Path, tell: Callable[[str], None], resume: bool = False) -> None:
         self._about = about
         self._lines = lines
         self._table = table
@@ -63,21 +78,31 @@ class GpuReport:
         self.failures: list[str] = []
         self.left_out: list[str] = []
         self._is_finished = False
+        self.done: set[str] = set()
+        """The rows whose figures are all there."""
+        if resume:
+            self._resume()
+        else:
+            self._append({"began": about})
         self._write_table()
 
     def add(self, figure: Figure) -> None:
-        self._figures.append(figure)
-        with self._lines.open("a") as file:
-            file.write(json.dumps(figure._asdict()) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._keep(figure)
+        self._append(figure._asdict())
         self._write_table()
         self._tell(str(figure))
 
     def fail(self, what: str, why: str) -> None:
-        self.failures.append(what)
+        if what not in self.failures:
+            self.failures.append(what)
+        self._append({"failed": what})
         self._tell(f"failed: {what}: {why}")
         self._write_table()
+
+    def finish(self, row: str) -> None:
+        """All figures of the row are there."""
+        self._take_as_done(row)
+        self._append({"done": row})
 
     def leave_out(self, what: str) -> None:
         """For want of time."""
@@ -94,6 +119,40 @@ class GpuReport:
         text = f"failed: {', '.join(self.failures)}" if self.failures else "nothing failed"
         text += f"; left out for want of time: {', '.join(self.left_out)}" if self.left_out else ""
         return text if self._is_finished else f"{text}; it was stopped before its end"
+
+    def _resume(self) -> None:
+        """Read what there is since a run last began anew; a run that was stopped may have left half a line."""
+        for line in self._lines.read_text().splitlines() if self._lines.exists() else ():
+            with suppress(ValueError):
+                content = json.loads(line)
+                if "began" in content:
+                    self._figures.clear()
+                    self.done.clear()
+                    self.failures.clear()
+                elif "done" in content:
+                    self._take_as_done(content["done"])
+                elif "failed" in content:
+                    self.failures = [*dict.fromkeys((*self.failures, content["failed"]))]
+                else:
+                    self._keep(Figure(**content))
+
+    def _take_as_done(self, row: str) -> None:
+        self.done.add(row)
+        self.failures = [failed for failed in self.failures if failed != row]
+
+    def _keep(self, figure: Figure) -> None:
+        """In place of an earlier one of the same name."""
+        names = [earlier.name for earlier in self._figures]
+        if figure.name in names:
+            self._figures[names.index(figure.name)] = figure
+        else:
+            self._figures.append(figure)
+
+    def _append(self, content: Mapping[str, object]) -> None:
+        with self._lines.open("a") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write_table(self) -> None:
         rows = (f"| {figure.name} | {figure.verdict} | {figure.measured} |" for figure in self._figures)

@@ -2,7 +2,8 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -79,6 +80,17 @@ class FewRowProducts:
         product.uses_kernel = self._by_kernel
         self._made.append(product)
         return product
+
+    @contextmanager
+    def forced(self, by_kernel: bool) -> Iterator[None]:
+        """The kernel computes all meanwhile, or none, for measurements."""
+        before = [product.uses_kernel for product in self._made]
+        _use_kernel(self._made, by_kernel)
+        try:
+            yield
+        finally:
+            for product, uses_kernel in zip(self._made, before, strict=True):
+                product.uses_kernel = uses_kernel
 
     @torch.inference_mode()
     def choose(self, seconds: Timer) -> None:

@@ -67,7 +67,6 @@ def serves_fp8(dtype: torch.dtype, device: torch.device) -> bool:
 
 DEPENDENT_CAPABILITY = 90
 """The least compute capability, times ten, that launches a kernel before the one that it depends on is over."""
-_DEPENDENT = {"DEPENDENT": True, "launch_pdl": True}
 _launches_dependently = False
 
 
@@ -78,11 +77,15 @@ def use_dependent_launch(wanted: bool) -> None:
     _launches_dependently = wanted
 
 
-def dependent_launch(device: torch.device) -> Mapping[str, bool]:
+def dependent_launch(device: torch.device) -> dict[str, bool]:
     """What a kernel with an argument DEPENDENT, which is False by default, is launched with beside its own."""
-    if not _launches_dependently or device.type != "cuda" or capability(device) < DEPENDENT_CAPABILITY:
+    if not _launches_dependently or not can_launch_dependently(device):
         return {}
-    return _DEPENDENT
+    return {"DEPENDENT": True, "launch_pdl": True}
+
+
+def can_launch_dependently(device: torch.device) -> bool:
+    return device.type == "cuda" and capability(device) >= DEPENDENT_CAPABILITY
 
 
 FEW_ROWS = 16

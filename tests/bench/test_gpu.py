@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from charonia.bench.gpu import measure
@@ -16,6 +18,8 @@ from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork, without_grap
 from charonia.bench.gpu_report import Figure, GpuReport
 from charonia.bench.gpu_served import StreamLoads
 from charonia.engine.cpu.recurrent import RecurrenceShape
+from charonia.engine.gpu import runtime
+from charonia.engine.gpu.few_rows import FewRowProducts
 from tests.recording import compute_on_queue
 
 TINY = LLAMA_EIGHT_BILLION | {
@@ -81,6 +85,7 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
     measure(bench.table(Cpu(WORK._replace(name="small"), tmp_path)), report, perf_counter() + 10_000)
     report.close(is_finished=True)
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "name" in line]
     steps = [*(f"decode step of {rows} at 24" for rows in (1, 3)), "prefill of 64"]
     pictures = "decode step of 3", "step of 3 and 8 tokens of a prompt"
     assert [line["name"] for line in lines] == [
@@ -91,15 +96,6 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
         *(f"tiny {step}" for step in steps),
         "tiny decode step of 3 at 24 with 4 drafts each",
         "tiny step of 3 and 2 tokens of a prompt, launched",
-        *(f"tiny {name} at 24: kernels at work" for name in pictures),
-        *(f"small {step}" for step in steps),
-        "attention, decode of 3 at 80",
-        "attention, prefill of 80",
-        "tiny decode step of 2 at 80",
-        "attention, decode of 2 at 40, cache in int8",
-        "attention, decode of 3 at 80, cache in int8",
-        "attention, prefill of 64, cache in int8",
-        "2 tokens by 4 experts, float32",
         *(
             f"{layer}, {told}"
             for told in ("decode of 2", "prefill of 64")
@@ -113,6 +109,15 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
         "selective scan of 4 heads, prefill of 64 by chunks",
         "latent attention of 4 heads, decode of 2 at 40",
         "latent attention of 4 heads, prefill of 64",
+        "2 tokens by 4 experts, float32",
+        *(f"tiny {name} at 24: kernels at work" for name in pictures),
+        *(f"small {step}" for step in steps),
+        "attention, decode of 3 at 80",
+        "attention, prefill of 80",
+        "tiny decode step of 2 at 80",
+        "attention, decode of 2 at 40, cache in int8",
+        "attention, decode of 3 at 80, cache in int8",
+        "attention, prefill of 64, cache in int8",
         "offline, 2 sequences",
         "offline, 3 sequences",
     ]
@@ -124,6 +129,29 @@ def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: Gpu
     assert len([line for line in table if line.startswith("| ")]) == 1 + len(lines)
     assert table[-1] == report.last_line
     assert {file.name for file in tmp_path.glob("*.svg")} == {"gpu-decode-step-of-3.svg", "gpu-step-of-3-mixed.svg"}
+
+
+def test_steps_are_measured_by_what_can_be_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is as it was behind them."""
+    bench, products, seen = Cpu(WORK, tmp_path), FewRowProducts(True), list[tuple[int, str, bool, bool]]()
+    product = products.make(torch.ones(2, 2), None)
+
+    def decode_steps(rows: int, how: str) -> Iterator[Figure]:
+        seen.append((rows, how, product.uses_kernel, runtime._launches_dependently))
+        yield Figure(how, 1, "ms")
+
+    rank = bench.executor.rank
+    bench.executor._rank = replace(rank, context=rank.context._replace(few_rows=products))
+    monkeypatch.setattr(bench, "decode_steps", decode_steps)
+    monkeypatch.setattr(runtime, "can_launch_dependently", lambda device: True)
+    assert len([*bench.switched_steps()]) == 4
+    assert seen == [
+        (1, ", few rows by cuBLAS", False, False),
+        (1, ", few rows by the kernel", True, False),
+        (1, ", dependent launches", True, True),
+        (3, ", dependent launches", True, True),
+    ]
+    assert not runtime._launches_dependently
 
 
 def test_rows_that_have_no_time_are_left_out(report: GpuReport, tmp_path: Path) -> None:

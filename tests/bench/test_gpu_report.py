@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.bench.gpu_report import Figure, GpuReport, run_tests
+from charonia.bench.gpu import remaining
+from charonia.bench.gpu_report import Figure, GpuReport, Row, run_tests
 
 TESTS = """
 import time
@@ -47,11 +48,34 @@ def test_what_was_measured_is_there_at_every_moment(tmp_path: Path) -> None:
     report.close(is_finished=True)
     assert told[-1] == "failed: second"
     report_in(tmp_path, told).add(Figure("third", 2.0, "ms"))
-    assert [json.loads(line)["name"] for line in (tmp_path / "gpu.jsonl").read_text().splitlines()] == [
-        "first",
-        "third",
-    ]
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines if "name" in line] == ["first", "third"]
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_a_run_that_resumes_another_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """Not where one before it was: what a row that was not done had measured is measured again."""
+    report_in(tmp_path, []).add(Figure("of an earlier run", 1, "ms"))
+    stopped = report_in(tmp_path, [])
+    stopped.add(Figure("first", 1, "ms"))
+    stopped.finish("one")
+    stopped.add(Figure("second", 2, "ms"))
+    for what in ("a test", "two", "three"):
+        stopped.fail(what, "no memory")
+    with (tmp_path / "gpu.jsonl").open("a") as file:
+        file.write('{"name": "ha\n')
+    told: list[str] = []
+    resumed = GpuReport("a card", tmp_path / "gpu.jsonl", tmp_path / "gpu.md", told.append, resume=True)
+    rows = [Row(name, 1, iter) for name in ("peak", "one", "two", "three")]
+    rows[1:] = [row._replace(needs=("peak",)) for row in rows[1:]]
+    assert [row.name for row in remaining(rows, {*resumed.done, "peak"})] == ["peak", "two", "three"]
+    assert remaining(rows, {row.name for row in rows}) == []
+    resumed.add(Figure("second", 3, "ms"))
+    resumed.finish("two")
+    resumed.close(is_finished=True)
+    assert told[-1] == "failed: a test, three"
+    table = (tmp_path / "gpu.md").read_text().splitlines()
+    assert table[4:-2] == ["| first |  | 1 ms |", "| second |  | 3 ms |"]
 
 
 def test_tests_that_fail_are_named(

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from charonia.bench.inline_loop import run_to_end
+from charonia.core.eager_reason import EagerReason
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from charonia.engine.core.process import scheduler_config
 from charonia.engine.parallel.ranks_executor import RanksExecutor
@@ -31,6 +33,7 @@ def tokens_of(executor: Executor, config: EngineConfig) -> dict[int, list[int]]:
     with closing(executor):
         executor.load(lambda phase, fraction: None)
         executor.allocate(BLOCKS)
+        executor.capture_usual_steps(lambda phase, fraction: None)
         requests = [
             SequenceSpec(key=key, prompt=prompt, max_tokens=NEW, hashes=cache.digest(prompt))
             for key, prompt in enumerate(prompts)
@@ -56,6 +59,28 @@ def test_ranks_say_what_one_says(checkpoint: Callable[[str], Path], tensor: int,
         model=config.model, device=DEVICE, attention="reference", cache=config.cache, scheduler=config.scheduler
     )
     assert split == tokens_of(InlineExecutor(alone), alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_recorded_steps_of_ranks_say_what_one_says(
+    checkpoint: Callable[[str], Path], tensor: int, pipeline: int
+) -> None:
+    """By kernels, in graphs that hold what ranks exchange."""
+    if torch.cuda.device_count() < tensor * pipeline:
+        pytest.skip(f"fewer than {tensor * pipeline} CUDA devices")
+    alone = EngineConfig(
+        model=str(checkpoint("llama")),
+        device=DEVICE,
+        dtype="float32",
+        cache=CacheConfig(block_size=BLOCK),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40),
+    )
+    config = msgspec.structs.replace(alone, parallel=ParallelConfig(tensor=tensor, pipeline=pipeline))
+    ranks = RanksExecutor(config)
+    assert tokens_of(ranks, config) == tokens_of(InlineExecutor(alone), alone)
+    assert ranks.failed_captures == 0
+    assert ranks.eager_steps.keys() <= {EagerReason.TOO_LARGE, EagerReason.PROMPT}
 
 
 @pytest.mark.gpu
