@@ -8,15 +8,19 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from charonia.engine import gpu
 from charonia.engine.cpu import library
+
+# No tensor here is spread over devices: to see whether one is, the first comparison would import all that spreads them.
+torch.testing._comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,16 +61,19 @@ def kernels() -> dict[str, ModuleType]:
     """The modules of engine/gpu by name, on Triton's interpreter (tests/conftest.py asks for it)."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    _look_through_the_language_once()
+    _hasten_the_interpreter()
     names = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
     return {name: import_module(f"{gpu.__name__}.{name}") for name in names}
 
 
-def _look_through_the_language_once() -> None:
-    """The interpreter sorts all attributes of Triton's modules for each launch and each function that a kernel calls,
-    which takes longer than most of them compute."""
+def _hasten_the_interpreter() -> None:
+    """For each launch, and for each function that a kernel calls, the interpreter sorts all attributes of Triton's
+    modules and replaces its functions; it makes a type for each result, and computes sums and products once more to see
+    whether they overflow, which it then tells nobody: all that takes longer than most kernels compute."""
     from triton.runtime import interpreter
 
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _keep_types(interpreter)
     is_builtin = interpreter.tl.core.is_builtin
 
     @cache
@@ -79,12 +86,49 @@ def _look_through_the_language_once() -> None:
                 interpreter._patch_attr(module, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtins
+    tl, patch_language = interpreter.tl, interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+    def patch_language_once(_: Any) -> Any:
+        return patch_language(everything) if is_builtin(tl.load) else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_language_once
     dot = interpreter.InterpreterBuilder.create_dot
 
     def dot_of_numbers(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
         return dot(builder, _numbers(a), _numbers(b), d, *precision)
 
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+
+
+def _keep_types(interpreter: Any) -> None:
+    """Types of blocks, what tensors of a type have in common, and numpy's types are made once."""
+    core, np_dtype = interpreter.tl.core, interpreter._get_np_dtype
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    types, tensors, numpy_types = dict[Any, Any](), dict[str, Any](), dict[str, Any]()
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self).copy()
+        vars(self).update(tensors[type.name])
+        self.handle, self.type = handle, type
+
+    def known_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = np_dtype(scalar)
+        return numpy_types[scalar.name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    interpreter._get_np_dtype = known_np_dtype
 
 
 def _numbers(tile: Any) -> Any:
