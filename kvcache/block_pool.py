@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cache_events import CacheEvents
+from .events.cache_events import CacheEvents
 
 _MAKES_ROOM_FIRST = -1
 """In place of a list's number: what was said not to be wanted again."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
-from .cache_events import CacheEvents, GroupEvents
+from .events.cache_events import CacheEvents, GroupEvents
 from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
 from .retention.session_retention import NO_RETENTION, RetentionBudget, SessionRetention
 from .states.draft_states import DraftStates

@@ -1,16 +1,15 @@
 """The types between scheduler and executor: the plan of one step, and its result. Both are diffs."""
 
 from collections.abc import Callable, Sequence
-from hashlib import shake_128
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.logprobs import Logprobs, PromptLogprobs
 from ..core.resolved_sampling import ResolvedSampling
+from .encoders.encoder_rows import EmbeddedSpan, EncoderRows
 
 IntArray = NDArray[np.int32]
 LongArray = NDArray[np.int64]
@@ -28,64 +27,6 @@ NO_TOKENS: IntArray = np.zeros((0, 3), np.int32)
 NO_HOST_COPIES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_SAVES: IntArray = np.zeros((0, 3), np.int32)
 NO_STATE_RESTORES: IntArray = np.zeros((0, 2), np.int32)
-
-
-class EmbeddedSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Neighbouring places of a prompt whose input is not their token's embedding but a row of its own, such as the part
-    of an image that an encoder has made of it. The token ids at these places say nothing."""
-
-    start: int
-    """The first place."""
-    length: int
-    """How many there are."""
-    digest: bytes
-    """What the rows depend on, hashed: equal digests have equal rows, grids and `deepstack`."""
-    rows: bytes
-    """[length, hidden] in `dtype`, one row after the other."""
-    dtype: str
-    """torch's name of it."""
-    grid: tuple[int, int, int] = (0, 0, 0)
-    """The places by time, height and width, in whose order they stand; zeros where positions have one dimension."""
-    bidirectional: bool = False
-    """Whether its places see one another, and not only those before them. Then one step computes all of them."""
-    deepstack: bytes = b""
-    """[layers, length, hidden] in `dtype`: rows that are added to the places' states after each of the first layers."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def shift(self) -> int:
-        """What it adds to the positions of what follows: these go on behind the largest of its grid's, and not behind
-        as many as it has places."""
-        return max(self.grid) - self.length if any(self.grid) else 0
-
-    def without_rows(self) -> "EmbeddedSpan":
-        return msgspec.structs.replace(self, rows=b"", deepstack=b"")
-
-    def identities(self) -> IntArray:
-        """What stands for the places where tokens are compared: int32 [length] made of the digest, each below 0 as no
-        token id is."""
-        numbers = np.frombuffer(shake_128(self.digest).digest(4 * self.length), np.int32)
-        negative: IntArray = numbers | np.int32(-(2**31))
-        return negative
-
-
-class EncoderRows(msgspec.Struct, array_like=True, frozen=True):
-    """What an encoder made of the sound or the text that a decoder says something of: each of its layers attends to
-    all of it, beside its own tokens."""
-
-    length: int
-    """How many rows there are."""
-    digest: bytes
-    """What the rows depend on, hashed: equal digests have equal rows."""
-    rows: bytes
-    """[length, width] in `dtype`, one row after the other."""
-    dtype: str
-    """torch's name of it."""
-    tokens: int = 0
-    """Of the text that was encoded; 0 for a sound."""
 
 
 class NewSequence(NamedTuple):

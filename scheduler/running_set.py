@@ -12,6 +12,7 @@ from ..core.metrics import EngineTotals
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
 from .config import SnapshotRule
+from .encoders.encoder_rows import spans_from
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
 from .sequence import Sequence
@@ -210,7 +211,7 @@ class RunningSet:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([spec.prompt, np.array(sequence.outputs, np.int32)])
         computed, snapshot = int(self.scheduled[row]), self.tables[row].snapshot
-        parts = *spec.spans_from(computed), spec.encoded
+        parts = *spans_from(spec.embedded, computed), spec.encoded
         return NewSequence(row, known, computed, sampling, len(spec.prompt), spec.adapter, snapshot, *parts)
 
     def extend(self, row: int, end: int) -> list[int] | None:

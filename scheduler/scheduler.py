@@ -16,6 +16,8 @@ from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .drafts.speculation import Speculation
+from .encoders.encoder_rows import check_spans
+from .events.block_contents import block_contents
 from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import InFlightStep, RunningSet
@@ -135,7 +137,8 @@ class Scheduler:
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")
         request.check_fits(self.config.max_model_len, self._cache)
-        request.check_spans(self.config.max_num_batched_tokens - self.config.max_num_seqs + 1)
+        room = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
+        check_spans(request.embedded, len(request.prompt), room)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self._fairness.step_tokens
@@ -310,7 +313,7 @@ class Scheduler:
                 tokens = sequence.identity_window(len(hashes) * size, end * size)
                 hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
             if self._cache.events is not None:
-                self._cache.events.describe(sequence.block_contents(first, end, size))
+                self._cache.events.describe(block_contents(sequence, first, end, size))
             self._cache.commit(table, hashes[first:end])
             rows.next_commit_at[row] = (end + 1) * size
             committed += hashes[first:end]

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,9 +13,9 @@ from ..core.retention import Retention
 from ..core.token_limit import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.block_table import BlockTable
-from ..kvcache.cache_events import BlockContent, ExtraKey
 from ..kvcache.manager import KVCacheManager
-from .plan import EmbeddedSpan, EncoderRows, IntArray
+from .encoders.encoder_rows import EmbeddedSpan, EncoderRows, chunk_of_spans
+from .plan import IntArray
 
 GREEDY = ResolvedSampling()
 
@@ -92,19 +91,6 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
         of_request = self.adapter, self.tenant, self.salt
         return of_request if self.encoded is None else (*of_request, self.encoded.digest.hex())
 
-    def extra_keys(self, start: int, end: int) -> tuple[ExtraKey, ...]:
-        """What the hash of the block of these positions depends on beside its tokens and the blocks before it, in
-        vLLM's order. A tenant's salt tells where its name ends, for tenants share no blocks."""
-        adapter = self.adapter_name or self.adapter
-        keys: list[ExtraKey] = [adapter] if adapter else []
-        spans = (span for span in self.embedded if span.start < end and start < span.end)
-        keys += ((span.digest.hex(), span.start - start) for span in spans)
-        if start == 0 and self.encoded is not None:
-            keys.append(self.encoded.digest.hex())
-        if start == 0 and (self.salt or self.tenant):
-            keys.append(f"{len(self.tenant)}:{self.tenant}{self.salt}" if self.tenant else self.salt)
-        return tuple(keys)
-
     def check_fits(self, max_model_len: int, cache: KVCacheManager) -> None:
         """Raises `InvalidArgument` where the sequence could never run, whatever else runs: the model's length or the
         cache is too small. `field` is the parameter to change."""
@@ -118,26 +104,6 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
             field = "max_tokens" if cache.blocks_for(prompt) <= cache.blocks else "prompt"
             message = f"{prompt} prompt tokens and {new} new ones exceed the cache's {cache.longest}"
             raise InvalidArgument(message, field=field)
-
-    def spans_from(self, computed: int) -> tuple[tuple[EmbeddedSpan, ...], int]:
-        """The spans of which some place comes after so many tokens, and the sum of `shift` of those before them."""
-        behind = [span for span in self.embedded if span.end <= computed]
-        return self.embedded[len(behind) :], sum(span.shift for span in behind)
-
-    def check_spans(self, step_tokens: int) -> None:
-        """Raises `InvalidArgument` where the spans are none of this prompt, or one step, which has room for
-        `step_tokens` tokens of it, could never compute all places of one that see one another."""
-        end = 0
-        for span in self.embedded:
-            where = f"the {span.length} places from {span.start} on that are no tokens"
-            if span.length < 1 or not end <= span.start <= span.end <= len(self.prompt):
-                raise InvalidArgument(f"{where} lie outside of the prompt, or in others of the kind", field="prompt")
-            if any(span.grid) and prod(span.grid) != span.length:
-                raise InvalidArgument(f"{where} are not those of a grid of {span.grid}", field="prompt")
-            if span.bidirectional and span.length > step_tokens:
-                room = f"are computed in one step, which has room for {step_tokens}: max_num_batched_tokens is too low"
-                raise InvalidArgument(f"{where} {room}", field="prompt")
-            end = span.end
 
 
 class DraftGuess(NamedTuple):
@@ -243,14 +209,8 @@ class Sequence:
         cache.close(table)
 
     def uncut_chunk(self, start: int, count: int, most: int) -> int:
-        """How many of `count` tokens from `start` on a step computes that has room for `most`: it ends before places
-        that see one another, or, if it begins there, behind them; 0 where they are too many for it."""
-        end = start + count
-        for span in self.spec.embedded if self.uncut else ():
-            if span.bidirectional and span.start < end < span.end:
-                whole = span.end - start
-                return span.start - start if start < span.start else whole if whole <= most else 0
-        return count
+        """How many of `count` tokens from `start` on a step computes that has room for `most`, see `chunk_of_spans`."""
+        return chunk_of_spans(self.spec.embedded, start, count, most) if self.uncut else count
 
     def take_prompt_logprobs(self, computed: PromptLogprobs) -> PromptLogprobs:
         """Take in `computed` and return the part that is new: after a preemption some come again. Raises `RuntimeError`
@@ -266,20 +226,6 @@ class Sequence:
         prompt = len(self.spec.prompt)
         of_prompt: list[int] = self.spec.identities[start:end].tolist() if start < prompt else []
         return of_prompt + self.outputs[max(start - prompt, 0) : max(end - prompt, 0)]
-
-    def block_contents(self, first: int, end: int, size: int) -> list[BlockContent]:
-        """What its full blocks from `first` up to but not including `end`, of `size` tokens, stand for."""
-        spec, prompt = self.spec, len(self.spec.prompt)
-        of_prompt: list[int] = spec.prompt[first * size : end * size].tolist()
-        tokens = of_prompt + self.outputs[max(first * size - prompt, 0) : max(end * size - prompt, 0)]
-        contents: list[BlockContent] = []
-        for number in range(first, end):
-            parent = self.hashes[number - 1] if number else None
-            of_block = tuple(tokens[(number - first) * size : (number + 1 - first) * size])
-            extra_keys = spec.extra_keys(number * size, (number + 1) * size)
-            adapter = spec.adapter_name or spec.adapter
-            contents.append(BlockContent(self.hashes[number], parent, of_block, adapter, extra_keys))
-        return contents
 
 
 def most_uncut(sequences: Iterable[Sequence | None]) -> int:

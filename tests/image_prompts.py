@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from charonia.scheduler.plan import EmbeddedSpan
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
 
 PLACEHOLDER = 380
 """The token at an image's places."""

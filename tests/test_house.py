@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_545,
     "tokenization": 4_065,
     "media": 1_526,
-    "scheduler": 2_350,
+    "scheduler": 2_365,
     "engine": 31_300,
     "classic_backends": 8_700,
     "ensembles": 1_200,

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ...core.errors import InvalidArgument
-from ...scheduler.plan import EncoderRows
+from ...scheduler.encoders.encoder_rows import EncoderRows
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

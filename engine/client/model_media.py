@@ -32,7 +32,7 @@ from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
 from ...core.request_context import RequestContext
-from ...scheduler.plan import EmbeddedSpan, EncoderRows
+from ...scheduler.encoders.encoder_rows import EmbeddedSpan, EncoderRows
 from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
 from .transcript import SoundWindow

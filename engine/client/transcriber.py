@@ -20,7 +20,7 @@ from ...core.request_context import RequestContext
 from ...core.resolved_sampling import LogitsParams, TimestampRules
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, Transcript, TranscriptSegment, TranscriptWord
-from ...scheduler.plan import EncoderRows
+from ...scheduler.encoders.encoder_rows import EncoderRows
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.media_text import MediaText
 from ...tokenization.speech_tokens import SECONDS_A_TIME, SpeechTokens, read_speech_tokens

@@ -14,6 +14,7 @@ from ...core.errors import SentError, Unavailable
 from ...core.metrics import TimeInState
 from ...kvcache.exchange.held_prefixes import ArrivingPrefix
 from ...kvcache.manager import KVCacheManager
+from ...scheduler.events.block_contents import block_contents
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import Sequence as ScheduledSequence
 from ..transfer.prefix_client import NameLookups, PrefixFetch, RemotePrefix
@@ -258,7 +259,7 @@ class ArrivingTransfers:
         spec, size = arrival.new.spec, self._cache.block_size
         if self._cache.events is not None:
             described = ScheduledSequence(spec, 0, 0, 0, list(spec.hashes))
-            self._cache.events.describe(described.block_contents(prefix.table.committed, end, size))
+            self._cache.events.describe(block_contents(described, prefix.table.committed, end, size))
         prefix.arrived(end)
 
     def _end(self, arrival: Arrival, error: TransferError | None) -> None:

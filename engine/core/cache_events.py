@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from ...kvcache.block_hashes import HASH_BYTES
-from ...kvcache.cache_events import BlockContent, ExtraKey, split_key
+from ...kvcache.events.cache_events import BlockContent, ExtraKey, split_key
 from ...kvcache.layer_groups import LayerGroups
 
 

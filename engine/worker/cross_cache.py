@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ...scheduler.plan import EncoderRows, IntArray, NewSequence
+from ...scheduler.encoders.encoder_rows import EncoderRows
+from ...scheduler.plan import IntArray, NewSequence
 from ..attention.backend import AttentionBackend
 from ..checkpoint.encoder_shape import EncoderShape
 from ..layers.cross_attention import CrossAttention

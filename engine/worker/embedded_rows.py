@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...scheduler.plan import EmbeddedSpan, IntArray, LongArray, NewSequence
+from ...scheduler.encoders.encoder_rows import EmbeddedSpan
+from ...scheduler.plan import IntArray, LongArray, NewSequence
 from ..step_batch import EmbeddedPlaces, StepBatch, StepPositions, to_device
 
 

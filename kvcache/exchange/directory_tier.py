@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from ..block_hashes import group_key
-from ..cache_events import split_key
+from ..events.cache_events import split_key
 from ..manager import KVCacheManager
 from ..tiers.landed_images import ImagePlace, LandedImages
 

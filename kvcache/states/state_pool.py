@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from ..cache_events import CacheEvents
+from ..events.cache_events import CacheEvents
 from ..tiers.host_tier import HostTier
 from ..tiers.landed_images import ImagePlace, LandedImages
 

@@ -7,7 +7,7 @@ Says what is to be copied; copies nothing itself. Knows no tensors, and nothing 
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ..cache_events import CacheEvents
+from ..events.cache_events import CacheEvents
 
 
 class TierCopy(NamedTuple):

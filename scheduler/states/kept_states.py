@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ...kvcache.block_table import BlockTable
 from ...kvcache.manager import KVCacheManager
 from ..config import SnapshotRule
+from ..events.block_contents import block_contents
 from ..plan import NO_STATE_RESTORES, NO_STATE_SAVES, IntArray, LongArray
 from ..sequence import Sequence
 from .state_saves import StateSave, StateSaves, forks_of
@@ -109,7 +110,7 @@ class KeptStates:
             for row, position, *_ in snapshots:
                 if computed[row] >= position:
                     end = position // size
-                    self._cache.events.describe(sequences[row].block_contents(end - 1, end, size))
+                    self._cache.events.describe(block_contents(sequences[row], end - 1, end, size))
         self.saves.settle(snapshots, computed, scheduled, sequences)
 
     def leave(self, row: int) -> None:

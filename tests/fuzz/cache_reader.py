@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from charonia.kvcache.block_hashes import chain_hashes
-from charonia.kvcache.cache_events import split_key
+from charonia.kvcache.events.cache_events import split_key
 from charonia.kvcache.manager import KVCacheManager
 
 _SECONDS = 10_000

@@ -20,7 +20,8 @@ from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
-from charonia.scheduler.plan import EmbeddedSpan, ForcedTokens, StepPlan, StepResult, StepUpdates
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
+from charonia.scheduler.plan import ForcedTokens, StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec

@@ -4,7 +4,8 @@ import numpy as np
 
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EncoderRows, StepPlan, StepResult
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
+from charonia.scheduler.plan import StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

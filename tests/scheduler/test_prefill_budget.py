@@ -13,7 +13,8 @@ from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepSp
 from charonia.extras.optimizer.simulated_request import SimulatedRequest, SimulatedResult
 from charonia.extras.optimizer.simulation import Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EmbeddedSpan, StepPlan
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.prefill_budget import (
     CALM_SLOWDOWN,
     IDLE_STEP_SECONDS,

@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.scheduler.plan import EmbeddedSpan
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
 
 from .test_steps import step, trial
 

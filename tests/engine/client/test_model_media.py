@@ -19,7 +19,7 @@ from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
 from charonia.engine.client.model_media import ModelMedia, PromptMedia, RowShape
 from charonia.engine.core.messages import AddRequest
-from charonia.scheduler.plan import EncoderRows
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.media_text import MediaText
 

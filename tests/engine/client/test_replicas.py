@@ -34,7 +34,8 @@ from charonia.engine.core.messages import (
     RequestUpdates,
 )
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EncoderRows, StepUpdates
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
+from charonia.scheduler.plan import StepUpdates
 from charonia.scheduler.sequence import SequenceSpec
 
 from ...waiting import until

@@ -21,10 +21,11 @@ from charonia.engine.core.cache_events import (
     group_kinds,
 )
 from charonia.engine.core.event_publisher import EventPublisher
-from charonia.kvcache.cache_events import BlockContent
+from charonia.kvcache.events.cache_events import BlockContent
 from charonia.kvcache.layer_groups import LayerGroups
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EmbeddedSpan, EncoderRows
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan, EncoderRows
+from charonia.scheduler.events.block_contents import block_contents, extra_keys
 from charonia.scheduler.sequence import Sequence, SequenceSpec
 
 from ...fuzz.cache_reader import short_hash
@@ -80,7 +81,7 @@ def compute(cache: KVCacheManager, spec: SequenceSpec) -> Sequence:
     cache.restore(table, len(spec.prompt) + 1)
     assert cache.extend(table, len(spec.prompt))
     assert cache.events is not None
-    cache.events.describe(sequence.block_contents(table.committed, len(hashes), SIZE))
+    cache.events.describe(block_contents(sequence, table.committed, len(hashes), SIZE))
     cache.commit(table, hashes[table.committed :])
     cache.close(table)
     return sequence
@@ -191,8 +192,8 @@ def test_extra_keys_say_what_a_hash_depends_on_beside_tokens() -> None:
 
 def test_an_adapter_without_a_name_has_its_digest_and_a_tenant_is_part_of_the_salt() -> None:
     spec = prompt(0, 8, adapter="0123", tenant="acme", salt="x")
-    assert spec.extra_keys(0, SIZE) == ("0123", "4:acmex")
-    assert spec.extra_keys(SIZE, 2 * SIZE) == ("0123",)
+    assert extra_keys(spec, 0, SIZE) == ("0123", "4:acmex")
+    assert extra_keys(spec, SIZE, 2 * SIZE) == ("0123",)
 
 
 def test_a_decoder_of_an_encoders_output_shares_blocks_with_nobody_who_has_another() -> None:
@@ -201,8 +202,8 @@ def test_a_decoder_of_an_encoders_output_shares_blocks_with_nobody_who_has_anoth
         SequenceSpec(key=0, prompt=prompt, max_tokens=1, encoded=EncoderRows(1, digest, b"", "float32"))
         for digest in (b"\x01", b"\x02")
     ]
-    assert specs[0].extra_keys(0, SIZE) == ("01",)
-    assert specs[0].extra_keys(SIZE, 2 * SIZE) == ()
+    assert extra_keys(specs[0], 0, SIZE) == ("01",)
+    assert extra_keys(specs[0], SIZE, 2 * SIZE) == ()
     cache = KVCacheManager(8, SIZE)
     one, other = (cache.digest(spec.identities, spec.extras) for spec in specs)
     assert not {*one} & {*other}

@@ -142,7 +142,7 @@ class Server:
         return dict(start for message in self.updates() for start in message.updates.started)[key]
 
     def totals(self) -> Any:
-        return self.core.inbox.call(self.core._totals).result(10).transfers
+        return self.ask(self.transfers.totals)
 
     def ask(self, question: Callable[[], Any]) -> Any:
         return self.core.inbox.call(question).result(10)

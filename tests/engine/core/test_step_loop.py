@@ -29,7 +29,8 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import PREDICTION, DraftRequest, Speculation
-from charonia.scheduler.plan import EncoderRows, MaskArray, MaskSource, StepPlan, StepResult
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
+from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import EngineState

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EmbeddedSpan
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import BLOCK, NEW, Bench, Setting

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.kvcache.manager import KVCacheManager
-from charonia.scheduler.plan import EncoderRows
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import NEW, Bench, Setting

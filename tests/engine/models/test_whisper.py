@@ -28,7 +28,7 @@ from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.worker.inline_executor import InlineExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import EncoderRows
+from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 
 from .test_equality import NEW, SETTINGS, Bench

@@ -26,7 +26,8 @@ from charonia.engine.parallel.rank_messages import (
     encode_message,
 )
 from charonia.engine.worker.executor import CacheCopies, CachePlaces
-from charonia.scheduler.plan import EmbeddedSpan, EncoderRows, NewSequence, StepPlan, StepResult
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan, EncoderRows
+from charonia.scheduler.plan import NewSequence, StepPlan, StepResult
 
 
 def ints(*values: int) -> NDArray[np.int32]:

@@ -8,7 +8,8 @@ from charonia.engine.checkpoint.model_spec import RopeSpec
 from charonia.engine.layers.rotary import FusedRotary, TorchRotary, pair_axes
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.embedded_rows import EmbeddedRows
-from charonia.scheduler.plan import EmbeddedSpan, NewSequence
+from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
+from charonia.scheduler.plan import NewSequence
 
 CPU = torch.device("cpu")
 SPANS = (

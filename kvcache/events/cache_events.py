@@ -5,7 +5,7 @@ Knows nothing of who that is. Without a follower nothing is called.
 
 from typing import NamedTuple, Protocol, TypeAlias
 
-from .block_hashes import HASH_BYTES, group_key
+from ..block_hashes import HASH_BYTES, group_key
 
 ExtraKey: TypeAlias = str | tuple[str, int]
 """An adapter's or a salt's name; or what an encoder made, by its digest and the position at which it begins, counted

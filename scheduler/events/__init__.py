@@ -1,0 +1,1 @@
+"""What the blocks of sequences stand for, where somebody follows the cache."""
