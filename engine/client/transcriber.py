@@ -109,10 +109,6 @@ class _Task(NamedTuple):
     language: str = _ENGLISH
     windows: int = 1
 
-    @property
-    def seconds_left(self) -> float:
-        return self.context.seconds_left(self.request.timeout)
-
     async def in_time(self, work: Awaitable[T]) -> T:
         """What `work` gives. Raises `RequestTimeout` if the request's time is over before."""
         return await self.context.in_time(work, self.request.timeout)
@@ -339,9 +335,10 @@ class Transcriber:
                 self._check_room(task.context.tenant)
                 break
             except QueueFull:  # what was heard so far is not given up
-                if task.seconds_left <= 0:
+                left = task.context.seconds_left(request.timeout)
+                if left <= 0:
                     raise RequestTimeout from None
-                await asyncio.sleep(min(pause, task.seconds_left))
+                await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_RETRY)
         async with aclosing(self._ask(request, task.context, heard)) as stream:
             chunks = [chunk async for chunk in stream]

@@ -49,6 +49,7 @@ class HeldTransfers:
         self.dropped = 0
         """Prefixes that made room, or were too large to be held."""
         self.server = PrefixServer(config, replica, fingerprint, self)
+        self.close = self.server.close
 
     def hold_at_end(self, key: int, handle: str, hashes: Sequence[bytes]) -> None:
         """Hold what is cached of these hashes when the sequence of this key ends."""
@@ -75,9 +76,6 @@ class HeldTransfers:
         released = self.prefixes.release_oldest()
         self.dropped += released
         return released
-
-    def close(self) -> None:
-        self.server.close()
 
     # For peers
 

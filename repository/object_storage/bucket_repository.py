@@ -85,6 +85,8 @@ class BucketRepository:
         location = parse_location(url)
         self.url = url
         self._store = open_store(location, find_credentials(location))
+        self.close = self._store.close
+        """Close what leads to the store. The cache is the caller's."""
         self.cache = cache
         self._saved = cache.directory / f"{sha256(repr(location[1:]).encode()).hexdigest()[:40]}.listing"
         self._models: Listing | None = None
@@ -270,10 +272,6 @@ class BucketRepository:
     def place(self, name: str) -> str:
         """Where a model is, for messages."""
         return f"{self.url.rstrip('/')}/{name}"
-
-    def close(self) -> None:
-        """Close what leads to the store. The cache is the caller's."""
-        self._store.close()
 
     def measure(self) -> Measurement:
         readings = (
