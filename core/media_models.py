@@ -1,7 +1,7 @@
 """The contracts of what stands between the media of a request and a language model: one prepares, one encodes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -34,6 +34,28 @@ SEEING_FAMILIES = frozenset(
     }
 )
 """The `model_type` of checkpoints whose images are served: towers and language parts read it."""
+
+PLACED_FAMILIES = frozenset(
+    {
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+    }
+)
+"""Of these, those whose images' places have positions in three dimensions."""
+
+PLAIN_LANGUAGE_PARTS = frozenset(
+    {"exaone4", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3"}
+)
+"""The `model_type` of language parts that may have rows of images at their tokens' places and be told nothing else,
+whatever family they are a part of."""
 
 HEARING_FAMILIES = frozenset({"gemma3n", "gemma4", "qwen3_asr", "voxtral"})
 """In the same way, of those whose sounds are."""
@@ -202,3 +224,14 @@ class MediaServices(NamedTuple):
     kinds: tuple[MediaKind, ...] = ("image",)
     attended: bool = False
     """Whether its decoder attends to what is encoded, which no prompt has."""
+
+
+def has_plain_wrapper(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that is not described here, and may be a language part that is, with images
+    at places of its prompts: the engine tries transformers' class of it."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    names = config.get("architectures")
+    outer = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForConditionalGeneration")
+    named = config.get("model_type") in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
+    return outer and not named and kind in PLAIN_LANGUAGE_PARTS and isinstance(config.get("vision_config"), dict)

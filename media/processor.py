@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import InvalidArgument
+from ..core.media_models import PLACED_FAMILIES
 from ..core.regular_files import read_regular
 
 _MAX_CONFIG_BYTES = 8 << 20
@@ -68,7 +69,7 @@ class ImageProcessor:
         self.token_ids = tuple(number for number in processor.image_token_ids if number is not None)
         settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
-        self.gridded = _GRIDS in processor.image_processor.model_input_names
+        self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
 
     def row_text(self) -> tuple[str, str, str] | None:
@@ -95,14 +96,17 @@ class ImageProcessor:
                 padding=False,
                 return_text_replacement_offsets=True,
             )
-            [[replacement]] = features.pop("text_replacement_offsets")
+            if (replacements := features.pop("text_replacement_offsets", None)) is None:
+                name = type(self._processor).__mro__[1].__name__
+                raise InvalidArgument(f"{name} does not tell which text stands for an image")
+            [[replacement]] = replacements
         except MemoryError:
             raise
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
             raise InvalidArgument(f"the model's processor refuses the image: {error}") from error
         names = set(self._processor.image_processor.model_input_names)
         inputs = {name: np.asarray(value) for name, value in features.items() if name in names}
-        time, height, width = _grid(inputs)
+        time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(
             inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
         )

@@ -110,6 +110,49 @@ MODELS = {
             "projector_hidden_size": 48,
         },
     ),
+    "llava-onevision": SeeingModel(
+        "llava-onevision",
+        "<image>",
+        {
+            "model_type": "llava_onevision",
+            "text_config": _text("qwen2"),
+            "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 28},
+            "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lighton-ocr": SeeingModel(
+        "lighton-ocr",
+        "<|image_pad|>",
+        {
+            "model_type": "lighton_ocr",
+            "text_config": _text("qwen3"),
+            "vision_config": _EYE | {"model_type": "pixtral", "image_size": 84, "head_dim": 16},
+        },
+    ),
+    "video-llama-3": SeeingModel(
+        "video-llama-3",
+        "<|image_pad|>",
+        {
+            "model_type": "video_llama_3",
+            "text_config": _text("qwen2"),
+            "vision_config": _EYE | {"model_type": "video_llama_3_vision"},
+        },
+    ),
+    "vipllava": SeeingModel(
+        "llava",
+        "<image>",
+        {"model_type": "vipllava", "text_config": _TEXT, "vision_config": _CLIP, "vision_feature_layers": [-2, 0]},
+    ),
+    "deepseek-vl": SeeingModel(
+        "deepseek-vl",
+        "<image_placeholder>",
+        {
+            "model_type": "deepseek_vl",
+            "text_config": _TEXT,
+            "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 28},
+        },
+    ),
     "internvl": SeeingModel(
         "internvl",
         "<IMG_CONTEXT>",

@@ -110,15 +110,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_420,
+    "core": 2_442,
     "processes": 1_185,
     "telemetry": 3_025,
     "kvcache": 1_545,
     "tokenization": 4_065,
-    "media": 1_526,
+    "media": 1_530,
     "scheduler": 2_365,
-    "engine": 31_300,
-    "classic_backends": 8_700,
+    "engine": 31_403,
+    "classic_backends": 8_708,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.errors import Internal, InvalidArgument
 from ...core.media import FEATURES, MediaKind
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.runtime import Arrays
 from ...processes.host import map_large_blocks_separately
 from .hearing_modules import load_gemma3n_ear, sound_features
@@ -84,7 +85,9 @@ class Tower:
 
     def __init__(self, files: TowerFiles, device: str, together: bool, load: LoadTower = load_beside_text) -> None:
         self._device = device
-        self._together = together
+        # Of a family that is not described it is not known which part of the rows belongs to which medium.
+        self._described = files.family in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES or not files.kinds
+        self._together = together and self._described
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
         map_large_blocks_separately()
@@ -123,7 +126,7 @@ class Tower:
         except (ValueError, TypeError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
             raise InvalidArgument(f"the tower refuses {shapes}: {error}") from error
-        rows = _split(features.rows, counts)
+        rows = _split(features.rows, counts) if self._described else [_flat(features.rows)]
         if not module.counts:
             rows = [part.to(self._stored) for part in rows]
         layers = [_split(layer, counts) for layer in features.deepstack]
@@ -140,6 +143,12 @@ def _computes_halves() -> bool:
     """Whether the host multiplies numbers of 16 bits: where it does not, that takes six times as long as in single
     precision."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _flat(features: Iterable[Tensor]) -> Tensor:
+    """The features [length, hidden] of one medium, in parts or as one tensor."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def _split(features: Iterable[Tensor], counts: Sequence[int]) -> list[Tensor]:

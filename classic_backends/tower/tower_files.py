@@ -20,7 +20,7 @@ from ...core.media import (
     MediaKind,
     plural_nouns,
 )
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_plain_wrapper
 from ...core.native_calls import NativeCall
 from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
@@ -33,6 +33,9 @@ INPUTS = {
     "image_position_ids": "INT64",
     "pixel_attention_mask": "INT64",
     "spatial_shapes": "INT64",
+    "batch_num_images": "INT64",
+    "image_merge_sizes": "INT64",
+    "num_patches": "INT64",
     FEATURES: "FP32",
     FEATURE_MASK: "INT64",
     SOURCE: "INT64",
@@ -107,7 +110,7 @@ def read_tower_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] =
     stored = stored if stored in _WIDTHS else "float32"
     if not kinds:
         return TowerFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
-    if not any(family in families for families in _FAMILIES.values()):
+    if not (any(family in families for families in _FAMILIES.values()) or has_plain_wrapper(config)):
         known = ", ".join(sorted({name for kind in kinds for name in _FAMILIES[kind]}))
         nouns = plural_nouns(kinds)
         raise Unsupported(f"{directory}: {nouns} of the family '{family}' are not served; those of {known} are")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...core.errors import CharoniaError, InvalidArgument
+from ...core.media_models import has_plain_wrapper
 from ...core.native_calls import NativeCall
 from ...core.published_form import flat_config, flat_name
 from ...tokenization.checkpoint_files import SMALL_FILES, locate_checkpoint, read_json, refuse_adapter
@@ -57,6 +58,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm4v_text": ("Glm4ForCausalLM", _GLM4V),
     "glm_ocr_text": ("Glm4ForCausalLM", _GLM_OCR),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
@@ -70,6 +72,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {}),
 }
 """The `model_type` of a text_config -> our architecture, and the usual values that such a config leaves out."""
 
@@ -160,6 +163,8 @@ class Checkpoint:
     """Its config.json, or that of its text part."""
     language_part: bool = False
     """Whether it has other parts beside text."""
+    tried_wrapper: str = ""
+    """The architecture of the whole, if it is none of those that are described: it is tried before it is served."""
     gguf: GgufFile | None = None
 
     @property
@@ -199,7 +204,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if config.get("model_type") == "voxtral_realtime":
         raise CheckpointError(f"{directory}: Voxtral Realtime is not served: its sounds are added to its texts")
     part = text_config(config)
-    return Checkpoint(directory, with_stored_dtype(config if part is None else part, directory), part is not None)
+    whole = str(config["architectures"][0]) if part is not None and has_plain_wrapper(config) else ""
+    own = with_stored_dtype(config if part is None else part, directory)
+    return Checkpoint(directory, own, part is not None, whole)
 
 
 _STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -226,9 +233,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if outer in SEQ2SEQ:  # their config.json is that of both parts, of which the decoder is ours
         return dict(config)
     text = config.get("text_config", config)  # Qwen's older ones have its fields among the others
-    if outer not in _USUAL_TEXT_PART or not isinstance(text, dict):
+    if not isinstance(text, dict) or not (outer in _USUAL_TEXT_PART or has_plain_wrapper(config)):
         return None
-    usual = _USUAL_TEXT_PART[outer]
+    usual = _USUAL_TEXT_PART.get(outer, "")
     kind = usual if text is config else str(text.get("model_type") or usual)
     if kind not in _TEXT_PARTS:
         return None

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.media import MediaKind
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_plain_wrapper
 from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
 from .seq2seq_config import SEQ2SEQ
@@ -28,6 +28,8 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
         return ()
     config = flat_config(read_json(directory / "config.json"))
     family = config.get("model_type")
+    if has_plain_wrapper(config):
+        return ("image",)
     return tuple(kind for kind, known, part in _PARTS if family in known and isinstance(config.get(part), dict))
 
 

@@ -263,6 +263,10 @@ def checkpoint_builder(checkpoint: Checkpoint) -> CheckpointBuilder:
     Raises:
         CheckpointError: its config.json is broken, or it can't be served; says why.
     """
+    if checkpoint.tried_wrapper:
+        from .image_wrapper import check_image_wrapper
+
+        check_image_wrapper(checkpoint.directory, checkpoint.tried_wrapper)
     names = checkpoint.config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and names[0] not in ARCHITECTURES:
         from .transformers_fallback import transformers_builder  # transformers takes seconds to import

@@ -7,6 +7,12 @@ import pytest
 
 from charonia.engine.checkpoint.media_support import media_kinds, sees_both_ways
 
+WRAPPED: dict[str, object] = {
+    "architectures": ["UnknownForConditionalGeneration"],
+    "vision_config": {},
+    "text_config": {"model_type": "qwen2"},
+}
+
 
 @pytest.mark.parametrize(
     ("config", "processor", "sees"),
@@ -16,6 +22,8 @@ from charonia.engine.checkpoint.media_support import media_kinds, sees_both_ways
         ({"model_type": "llava"}, True, False),
         ({"model_type": "mllama", "vision_config": {}}, True, False),
         ({"model_type": "llama"}, True, False),
+        (WRAPPED, True, True),
+        (WRAPPED | {"text_config": {"model_type": "gemma"}}, True, False),
     ],
 )
 def test_a_tower_and_a_processor_make_a_model_see(
