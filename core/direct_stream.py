@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Generic, Self, TypeAlias, TypeVar
 
 from .gateway import ResponseStream
+from .logprobs import TokenLogprob
 from .request import InferResponse
 
 S = TypeVar("S")
@@ -13,6 +14,9 @@ T = TypeVar("T")
 
 Sink: TypeAlias = Callable[[T], bool]
 """Takes an item at once and says True, or leaves it, and those after it, to whoever iterates over the stream."""
+TextSink: TypeAlias = Callable[[str, int, TokenLogprob | None], bool]
+"""As a `Sink`, for an item that is nothing but what further tokens add to a text: their text, maybe none yet; how many
+tokens the text has by then; and, where it is asked for, the logprob of the only one."""
 
 
 class StreamOver(Generic[T]):
@@ -45,9 +49,9 @@ class DirectStream(StreamOver[T]):
 
     def __init__(self, produce: "Callable[[DirectStream[T]], AsyncGenerator[T, None]]") -> None:
         self.sink: Sink[T] | None = None
-        self.text_sink: Sink[str] | None = None
-        """The reader may set it too: the text of an item that is nothing but text is offered to it first, and no item
-        is made of what it takes."""
+        self.text_sink: TextSink | None = None
+        """The reader may set it too: an item that is nothing but text is offered to it first, and none is made of what
+        it takes."""
         super().__init__(produce(self))
 
 

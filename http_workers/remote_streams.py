@@ -40,10 +40,9 @@ class RemoteStreams:
         for key, drafts in steps.drafts:
             if key in streams:
                 streams[key].stats.drafts += drafts
-        logprobs = dict(steps.logprobs)
-        for key, part in push_step(streams, steps.keys, steps.counts, steps.tokens, at):
+        for key, part in push_step(streams, steps.keys, steps.counts, steps.tokens, steps.logprobs, at):
             if tokens := steps.tokens[part]:
-                streams[key].push(tokens, at, logprobs.get(key, ()))
+                streams[key].push(tokens, at, steps.logprobs[part])
         for key, reason in steps.finished:
             if key in streams:
                 streams[key].finish(FinishReason(reason))

@@ -80,8 +80,8 @@ class SequenceSteps(msgspec.Struct, array_like=True, tag="steps", frozen=True):
     finished: list[tuple[int, str]] = []
     """(key, reason)"""
 
-    logprobs: list[tuple[int, list[Logprobs]]] = []
-    """(key, those of its new tokens), where there are any"""
+    logprobs: list[Logprobs | None] = []
+    """Of each of `tokens`, if any has them"""
 
     prompt_logprobs: list[tuple[int, list[PromptLogprobs]]] = []
     """(key, those of the prompt's next tokens)"""

@@ -136,6 +136,8 @@ class TokenRelay:
             sequence = self._sequences.get(key)
             if sequence is not None and sequence.stream is not None:
                 self._read(key, sequence, sequence.stream, steps)
+        if steps.logprobs:
+            steps.logprobs.extend([None] * (len(steps.tokens) - len(steps.logprobs)))
         steps.failed.extend(self._failed)
         self._failed = []
         self._link.send(steps)
@@ -155,9 +157,10 @@ class TokenRelay:
             return
         steps.keys.append(key)
         steps.counts.append(len(delta.token_ids))
-        steps.tokens.extend(delta.token_ids)
         if delta.logprobs:
-            steps.logprobs.append((key, list(delta.logprobs)))
+            steps.logprobs.extend([None] * (len(steps.tokens) - len(steps.logprobs)))
+            steps.logprobs.extend(delta.logprobs)
+        steps.tokens.extend(delta.token_ids)
         if delta.scores:
             steps.prompt_logprobs.append((key, list(delta.scores)))
         if len(stats.drafts) > sequence.reported_drafts:

@@ -110,19 +110,19 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_442,
+    "core": 2_444,
     "processes": 1_185,
     "telemetry": 3_025,
     "kvcache": 1_545,
-    "tokenization": 4_065,
+    "tokenization": 4_082,
     "media": 1_530,
     "scheduler": 2_365,
-    "engine": 31_403,
+    "engine": 31_407,
     "classic_backends": 8_708,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,
-    "api": 10_475,
+    "api": 10_541,
     "http_workers": 2_560,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

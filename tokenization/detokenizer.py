@@ -25,7 +25,7 @@ class ByteDetokenizer:
     """A detokenizer for byte-level vocabularies, where a token's bytes do not depend on its neighbours."""
 
     def __init__(self, table: TokenBytes, context: Sequence[int]) -> None:
-        self._table, self.texts, self.texts_without = table, table.texts, table.texts_without
+        self._table, self.texts, self.texts_beside = table, table.texts, table.texts_beside
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.incomplete = False
         """Whether the text so far ends within a character."""
@@ -68,7 +68,7 @@ class WindowDetokenizer:
         whole = (end for end in ends if not self._decode(self._window[:end]).endswith(_INCOMPLETE))
         self._emitted = next(whole, len(self._window))
 
-    def texts_without(self, letters: frozenset[str]) -> dict[int, str]:
+    def texts_beside(self, stops: tuple[str, ...]) -> dict[int, str]:
         return self.texts
 
     def push(self, ids: Sequence[int]) -> str:
@@ -98,19 +98,30 @@ class StopStrings:
     what may become one. The string that is complete first wins, the longer one if two end together."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
-        self.first_letters: frozenset[str] = frozenset(stop[0] for stop in stops)
+        self.strings = tuple(stops)
+        self._first_letters = frozenset(stop[0] for stop in stops)
         self._include = include
         self.held = ""
         """The longest end of the text that a string begins with."""
         self.matched: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._stops)
+        return bool(self.strings)
 
     def lets_pass(self, piece: str) -> bool:
-        """Whether a piece of the text is shown as it is: no string begins in it or before it, as in most."""
-        return not self.held and self.first_letters.isdisjoint(piece)
+        """Whether a piece of the text is shown as it is, as most are: none of the strings is in it, begins at its end,
+        or has begun before."""
+        if self.held:
+            return False
+        if self._first_letters.isdisjoint(piece):
+            return True
+        for at, letter in enumerate(piece):
+            if letter in self._first_letters:
+                rest = len(piece) - at
+                for stop in self.strings:
+                    if piece.startswith(stop, at) or (rest < len(stop) and stop.startswith(piece[at:])):
+                        return False
+        return True
 
     def push(self, piece: str) -> str:
         """The text that may be shown by now; nothing more once a string was `matched`."""
@@ -121,9 +132,9 @@ class StopStrings:
             return piece
         begun = held
         for end, letter in enumerate(piece, start=len(held) + 1):
-            if begun or letter in self.first_letters:
+            if begun or letter in self._first_letters:
                 begun = self._begun_end(begun + letter)
-                complete = [stop for stop in self._stops if begun.endswith(stop)]
+                complete = [stop for stop in self.strings if begun.endswith(stop)]
                 if complete:
                     self.matched = max(complete, key=len)
                     self.held = ""
@@ -133,7 +144,7 @@ class StopStrings:
 
     def _begun_end(self, text: str) -> str:
         """The longest end of `text` that a string begins with."""
-        while text and not any(stop.startswith(text) for stop in self._stops):
+        while text and not any(stop.startswith(text) for stop in self.strings):
             text = text[1:]
         return text
 

@@ -40,35 +40,46 @@ def read_token_piece(backend: tokenizers.Tokenizer, token: int) -> TokenPiece:
         return TokenPiece(text, text.encode())
 
 
-_LETTER_SETS = 16
-"""Sets of letters for which the texts without them are kept."""
+_STOPS = 16
+"""Requests' stop strings for which the texts beside them are kept."""
 
 
 class TokenBytes(dict[int, bytes]):
     """The bytes that each token of a byte-level vocabulary adds to a text. Tokens that decoding leaves out, and
     `hidden` ones, add none."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, hidden: Iterable[int] = ()) -> None:
+    def __init__(self, read: Callable[[int], bytes], hidden: Iterable[int] = ()) -> None:
+        """`read`: those of a token, asked once."""
         super().__init__(dict.fromkeys(hidden, b""))
-        self._backend = backend
+        self._read = read
         self.texts: dict[int, str] = {}
         """The text that a detokenizer has made of a token by itself, where no character is begun before or after it."""
-        self._without: dict[frozenset[str], dict[int, str]] = {}
+        self._beside: dict[tuple[str, ...], dict[int, str]] = {}
 
-    def texts_without(self, letters: frozenset[str]) -> dict[int, str]:
-        """Those of `texts` that have none of these letters, as far as somebody has put them there; the same for all who
-        ask for the same letters, as long as few others do."""
-        if not letters:
+    def texts_beside(self, stops: tuple[str, ...]) -> dict[int, str]:
+        """Those of `texts` in which none of these stop strings is or begins, as far as somebody has put them there; the
+        same for all who ask for the same strings, as long as few others do."""
+        if not stops:
             return self.texts
-        if letters not in self._without and len(self._without) >= _LETTER_SETS:
-            self._without.pop(next(iter(self._without)))
-        return self._without.setdefault(letters, {})
+        if stops not in self._beside and len(self._beside) >= _STOPS:
+            self._beside.pop(next(iter(self._beside)))
+        return self._beside.setdefault(stops, {})
 
     def __missing__(self, token: int) -> bytes:
-        with NativeCall(_FAILED):
-            name = self._backend.id_to_token(token)
-        data = self[token] = b"" if name is None else _letters(name)
+        data = self[token] = self._read(token)
         return data
+
+
+def _read_bytes(backend: tokenizers.Tokenizer, token: int) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; an unknown one has none."""
+    with NativeCall(_FAILED):
+        name = backend.id_to_token(token)
+    return b"" if name is None else _letters(name)
+
+
+def _byte_piece(data: Callable[[int], bytes], token: int) -> TokenPiece:
+    """As `read_token_piece`, of a byte-level vocabulary: a tenth of its cost."""
+    return TokenPiece(data(token).decode(errors="replace"), data(token))
 
 
 def _raw(name: str) -> bytes:
@@ -124,8 +135,9 @@ class Tokenizer:
         self.bytes_with_special: TokenBytes | None = None
         """The same, with special tokens in the text."""
         if isinstance(backend.decoder, decoders.ByteLevel):
-            self.bytes = TokenBytes(backend, self._hidden)
-            self.bytes_with_special = TokenBytes(backend)
+            self.bytes_with_special = TokenBytes(partial(_read_bytes, backend))
+            self.bytes = TokenBytes(self.bytes_with_special.__getitem__, self._hidden)
+            self.pieces = TokenPieces(partial(_byte_piece, self.bytes_with_special.__getitem__))
 
     @classmethod
     def load(cls, directory: Path, chat_template: str = "") -> "Tokenizer":

@@ -3,7 +3,7 @@
 Both come from the same content blocks. Knows nothing of where the chunks come from.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,9 +11,11 @@ import msgspec
 import orjson
 
 from ...core.errors import CharoniaError
+from ...core.logprobs import TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from ..http.error_responses import anthropic_error_body
+from ..http.text_event import TextEncoder
 from .message_turns import JsonObject
 from .messages_request import ParsedMessages
 
@@ -110,10 +112,12 @@ class AnthropicMessageWriter:
                 yield self._delta(piece)
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
+    def encode_text(self) -> TextEncoder:
         return self._encode_text
 
-    def _encode_text(self, text: str) -> bytes:
+    def _encode_text(self, text: str, tokens: int, logprob: TokenLogprob | None) -> bytes:
+        if not text:
+            return b""
         if self._open == "text":
             return self._before + orjson.dumps(text) + self._after
         return b"".join(self._grow([self._splitter.text_piece(text)]))

@@ -2,13 +2,14 @@
 while nothing else is being written."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from ...core.direct_stream import DirectStream
+from ...core.direct_stream import DirectStream, TextSink
+from ...core.logprobs import TokenLogprob
 from ...core.model import ModelConfig
 from ...core.request import InferResponse
 from .. import raw_tensors
@@ -73,13 +74,15 @@ class StreamWrites:
         finally:
             responses.sink = responses.text_sink = None
 
-    def _text_sink(self, config: ModelConfig, call: InferCall) -> Callable[[str], bool]:
+    def _text_sink(self, config: ModelConfig, call: InferCall) -> TextSink:
         message = pb.ModelInferResponse(model_name=config.name, model_version=config.version, id=call.request.id)
         message.outputs.add(name=_TEXT, datatype="BYTES", shape=(1,))
         message.parameters[FINAL].bool_param = False
         before = message.SerializeToString()  # all but the text is the same in each message
 
-        def take(text: str) -> bool:
+        def take(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
+            if not text:
+                return True
             if self._busy or len(text) > _MOST_TEXT:
                 return False
             data = text.encode()

@@ -21,7 +21,7 @@ from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import answer_headers, record_error
 from .request_cycle import Http11Cycle, chunk_writer, cycle_behind, take_complete_body
-from .text_event import TextEvent
+from .text_event import TextEncoder, TextEvent
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +164,8 @@ class EventEncoder(Protocol[T_contra]):
         """Server-sent events for one item, maybe none; awaited where encoding takes long."""
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
-        """Encodes an item, not the first, that is nothing but the text; None if it has to see every item. A `TextEvent`
-        if all the others are alike."""
+    def encode_text(self) -> TextEncoder | None:
+        """Encodes an item, not the first, that is nothing but text; None if it has to see every item."""
 
     def encode_end(self) -> bytes:
         """The events after the last item."""

@@ -8,7 +8,7 @@ keeps it open.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVarTuple
 
 import orjson
 from starlette.responses import Response
@@ -16,13 +16,15 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ...core.direct_stream import TextSink
+from ...core.logprobs import TokenLogprob
 from ..size_limits import BODY_TIMEOUT, SLOW_BODY_BYTES, SLOW_BODY_SECONDS
 from .error_responses import BodyTimeout, BodyTooSlow
 from .request_head import parse_target
 from .text_event import MOST_TEXT, ChunkHeads, TextEvent
 from .write_coalescer import MOST_PARTS, WriteCoalescer
 
-T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _EXTENSION = "charonia.direct"
 _ACCESS_LOG = logging.getLogger("uvicorn.access")
@@ -143,7 +145,7 @@ class Http11Cycle(RequestResponseCycle):
         """Whether a part of the response may be written now: it has begun, is in chunks, and the client reads."""
         return bool(self.chunked_encoding) and not (self.flow.write_paused or self.response_complete)
 
-    def sink(self, encode: Callable[[T], bytes | None]) -> Callable[[T], bool]:
+    def sink(self, encode: Callable[[*Ts], bytes | None]) -> Callable[[*Ts], bool]:
         """What writes the part of the response that `encode` makes of an item, if that may be written now; not what it
         leaves, as None. Made once for a response: what a part costs is counted in function calls."""
         flow = self.flow
@@ -151,11 +153,11 @@ class Http11Cycle(RequestResponseCycle):
         coalescer = self._state.coalescer
         parts = coalescer.parts
 
-        def write(item: T) -> bool:
+        def write(*item: *Ts) -> bool:
             if flow.write_paused or self.response_complete or not self.chunked_encoding:
                 return False
             if not self.disconnected:
-                body = encode(item)
+                body = encode(*item)
                 if body is None:
                     return False
                 if body:  # an empty chunk would be the last
@@ -167,22 +169,31 @@ class Http11Cycle(RequestResponseCycle):
 
         return write
 
-    def text_sink(self, event: TextEvent) -> Callable[[str], bool]:
+    def text_sink(self, event: TextEvent) -> TextSink:
         """As `sink`, of a response in chunks that has begun: what writes the event of a text, unless that is long."""
         flow = self.flow
         transport = self.transport
         coalescer = self._state.coalescer
         parts = coalescer.parts
         heads = ChunkHeads(event)
+        before = event.before
         behind = event.behind + b"\r\n"
+        tail = event.tail
         encode = orjson.dumps
 
-        def write(text: str) -> bool:
+        def write(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
+            if not text:
+                return tail is None
             if flow.write_paused or self.response_complete or len(text) > MOST_TEXT:
                 return False
             data = encode(text)
+            if tail is None:
+                chunk = heads[len(data)] + data + behind
+            else:
+                end = tail(tokens, logprob)
+                chunk = b"%x\r\n%b%b%b\r\n" % (len(before) + len(data) + len(end), before, data, end)
             self.chunks_written += 1
-            parts.append((transport, heads[len(data)] + data + behind))
+            parts.append((transport, chunk))
             waiting = len(parts)
             if waiting == 1 or waiting == MOST_PARTS:
                 coalescer.bound(waiting, MOST_PARTS)

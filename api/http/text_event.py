@@ -1,8 +1,17 @@
-"""Server-sent events of which all but a text is the same each time: as most of a language model's are."""
+"""Server-sent events of a text, of which most else is the same each time: as most of a language model's are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import orjson
+
+from ...core.logprobs import TokenLogprob
+
+TextEncoder: TypeAlias = Callable[[str, int, TokenLogprob | None], bytes | None]
+"""Encodes what a `TextSink` takes as events, maybe none; None leaves it."""
+EventTail: TypeAlias = Callable[[int, TokenLogprob | None], bytes]
+"""Makes what stands behind the text of an event."""
 
 MOST_TEXT = 4096
 """Characters of a text whose event is written as soon as it is made. A longer one is of many tokens."""
@@ -10,13 +19,17 @@ MOST_TEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """What stands before and behind the JSON of the text; a call makes the event."""
+    """A `TextEncoder` of events that are alike but for the text and, with a `tail`, what that makes: what stands before
+    and behind the text's JSON. Only without one there is no event of no text."""
 
     before: bytes
-    behind: bytes
+    behind: bytes = b""
+    tail: EventTail | None = None
 
-    def __call__(self, text: str) -> bytes:
-        return self.before + orjson.dumps(text) + self.behind
+    def __call__(self, text: str, tokens: int, logprob: TokenLogprob | None) -> bytes | None:
+        if not text:
+            return b"" if self.tail is None else None
+        return self.before + orjson.dumps(text) + (self.behind if self.tail is None else self.tail(tokens, logprob))
 
 
 class ChunkHeads(dict[int, bytes]):

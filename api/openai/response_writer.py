@@ -4,26 +4,28 @@ Knows the formats of OpenAI's API, with vLLM's extra fields; nothing of where th
 """
 
 import time
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import orjson
 
 from ...core.drafts import DraftSummary
-from ...core.logprobs import PromptToken, ScoredText, TokenLogprob
-from ...core.model import ModelConfig
+from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from ..http.text_event import TextEvent
 from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec
-from .token_logprobs import JsonObject, logprob_columns, prompt_entries, token_entries
+from .token_logprobs import JsonObject, logprob_columns, one_column, prompt_entries, token_entries, token_entry
 
 _HOLES: dict[str, Any] = {name: f"\0{name}\0" for name in ("text", "logprobs", "token_ids", "usage")}
 """What stands in a template for values that are not known yet; no model has one for a name."""
-_TEXT, _LOGPROBS = orjson.dumps(_HOLES["text"]), orjson.dumps(_HOLES["logprobs"])
+_STAND_INS = {name.encode(): orjson.dumps(stand_in) for name, stand_in in _HOLES.items()}
+_USAGE = (
+    b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d},'
+    b'"completion_tokens_details":{"reasoning_tokens":%d}}'
+)
 _END = GenerateChunk(text="", token_ids=(), usage=Usage(0, 0))
 
 
@@ -51,6 +53,11 @@ class CompletionFormat:
         """Columns over the tokens of an echoed prompt, if any, and those generated, and the offset behind them.
         `offset`: characters that the tokens before wrote."""
         return logprob_columns(prompt if spec.echo else (), tokens, offset, spec.logprobs or 0, spec.tokens_as_ids)
+
+    def token_logprobs(self, token: TokenLogprob, offset: int, spec: ResponseSpec) -> tuple[bytes, int]:
+        """As `logprobs`, for a single token: the JSON."""
+        columns = one_column(token, offset, spec.logprobs or 0, spec.tokens_as_ids)
+        return columns, offset + (len(token.text) if token.width is None else token.width)
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """The logprobs of the event that only says why a text has ended: columns without rows, for readers of every
@@ -99,6 +106,10 @@ class ChatFormat:
     ) -> tuple[JsonObject, int]:
         """An entry for each token that was generated, whatever the offset."""
         return {"content": token_entries(tokens, spec.tokens_as_ids), "refusal": None}, offset
+
+    def token_logprobs(self, token: TokenLogprob, offset: int, spec: ResponseSpec) -> tuple[bytes, int]:
+        """As `logprobs`, for a single token: the JSON."""
+        return b'{"content":[%b],"refusal":null}' % token_entry(token, spec.tokens_as_ids), offset
 
     def no_logprobs(self, spec: ResponseSpec) -> JsonObject | None:
         """Nothing, as OpenAI has it."""
@@ -238,35 +249,42 @@ class OpenAIResponseWriter:
         return begin + self._text_event(index, chunk) + end
 
     @property
-    def text_event(self) -> Callable[[str], bytes] | None:
-        """Makes the event of a chunk of the only choice that is nothing but text, scored or not, behind its first; None
-        where that has other fields that change."""
-        if self._details:
+    def text_event(self) -> TextEvent | None:
+        """The event of a only choice's chunk of nothing but text, behind its first; None where it shows ids."""
+        spec = self._spec
+        if spec.return_token_ids:
             return None
         # Most events are of text alone: the JSON around it is encoded once for all of them.
-        around = self._template(0, True, False) % {b"text": _TEXT, b"logprobs": _LOGPROBS}
-        before, rest = around.split(_TEXT)
-        between, after = rest.split(_LOGPROBS)
-        if self._spec.logprobs is None:
+        around = self._template(0, True, False) % _STAND_INS
+        before, rest = around.split(_STAND_INS[b"text"])
+        between, after = rest.split(_STAND_INS[b"logprobs"])
+        scored = spec.logprobs is not None
+        if not (scored or spec.continuous_usage):
             return TextEvent(before, between + b"null" + after)
-        encode = orjson.dumps
-        logprobs, offsets, spec = self._format.logprobs, self._offsets, self._spec
+        constant = after if scored else between + b"null" + after
+        behind = constant.replace(b"%", b"%%").replace(_STAND_INS[b"usage"], _USAGE)
+        token_logprobs, offsets, usages = self._format.token_logprobs, self._offsets, self._usage
 
-        def scored_event(text: str) -> bytes:
-            assert isinstance(text, ScoredText)
-            columns, offsets[0] = logprobs((), (text.token,), offsets.get(0, 0), spec)
-            return b"%b%b%b%b%b" % (before, encode(text), between, encode(columns), after)
+        def counts(tokens: int, logprob: TokenLogprob | None) -> bytes:
+            usage = usages[0]
+            prompt = usage.prompt_tokens
+            return behind % (prompt, tokens, prompt + tokens, usage.cached_tokens, usage.reasoning_tokens)
 
-        return scored_event
+        def scores(tokens: int, logprob: TokenLogprob | None) -> bytes:
+            assert logprob is not None, "a text of scored tokens comes with the logprob of one, or as a chunk"
+            shown, offsets[0] = token_logprobs(logprob, offsets.get(0, 0), spec)
+            return between + shown + (counts(tokens, None) if spec.continuous_usage else after)
+
+        return TextEvent(before, tail=scores if scored else counts)
 
     def _text_event(self, index: int, chunk: GenerateChunk) -> bytes:
         """The event of a chunk with text or reasoning, and what goes with its tokens."""
         text, reasoning = chunk.text, chunk.reasoning if self._spec.reasoning else ""
         if text and reasoning:
             return self._detailed_event(index, chunk)
-        if not (text or reasoning or chunk.logprobs or (self._details and chunk.token_ids)):
-            return b""
         logprobs = self._logprobs(index, chunk)
+        if not (text or reasoning or logprobs or (self._details and chunk.token_ids)):
+            return b""
         holes = {
             b"text": orjson.dumps(text or reasoning),
             b"logprobs": b"null" if logprobs is None else orjson.dumps(logprobs),
@@ -290,8 +308,8 @@ class OpenAIResponseWriter:
             )
             choice = self._with_details(self._format.delta(index, chunk, _HOLES["logprobs"]), chunk, False)
             template = self._event([choice], usage=_HOLES["usage"]).replace(b"%", b"%%")
-            for name, stand_in in _HOLES.items():
-                template = template.replace(orjson.dumps(stand_in), b"%%(%b)b" % name.encode())
+            for name, stand_in in _STAND_INS.items():
+                template = template.replace(stand_in, b"%%(%b)b" % name)
             self._templates[key] = template
         return template
 
@@ -380,10 +398,3 @@ def _select_best(answers: Sequence[GenerateChunk], choices: int, kept: int) -> l
         return list(answers)
     groups = (answers[at : at + choices] for at in range(0, len(answers), choices))
     return [answer for group in groups for answer in sorted(group, key=mean_logprob, reverse=True)[:kept]]
-
-
-def system_fingerprint(config: ModelConfig, software: str) -> str:
-    """The `system_fingerprint` of a model: it changes with the model's files, settings and the `software` version."""
-    settings = config.raw.get("parameters"), config.parameters
-    known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
-    return f"fp_{sha256(known).hexdigest()[:10]}"

@@ -13,7 +13,7 @@ from uuid import uuid4
 import orjson
 
 from ...core.errors import CharoniaError
-from ...core.logprobs import ScoredText, TokenLogprob
+from ...core.logprobs import TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.error_responses import printable, status_of
 from .custom_tools import CustomInput
@@ -213,10 +213,10 @@ class ResponseOutput:
         self._usage, self._reason, self._transfer = chunk.usage, chunk.finish_reason, chunk.kv_transfer_params
         return self._numbered(self._grow(chunk))
 
-    def add_text(self, text: str) -> list[JsonObject]:
+    def add_text(self, text: str, logprob: TokenLogprob | None) -> list[JsonObject]:
         """As `add`, for a chunk that is nothing but text, scored or not, and not the first."""
-        if isinstance(text, ScoredText):
-            self._hold_logprobs((text.token,))
+        if logprob is not None:
+            self._hold_logprobs((logprob,))
         return self._numbered(self._add_text(_MESSAGE, text))
 
     @property
@@ -225,11 +225,13 @@ class ResponseOutput:
         item = self._open
         return item if isinstance(item, TextItem) and item.key == _MESSAGE else None
 
-    def grow_message(self, message: TextItem, text: str) -> tuple[list[orjson.Fragment], int]:
+    def grow_message(
+        self, message: TextItem, text: str, logprob: TokenLogprob | None
+    ) -> tuple[list[orjson.Fragment], int]:
         """Have the open `message` grow by a text as in `add_text`; the logprobs and the number of the event that the
         caller makes."""
-        if isinstance(text, ScoredText):
-            self._hold_logprobs((text.token,))
+        if logprob is not None:
+            self._hold_logprobs((logprob,))
         logprobs = self._take_logprobs(_MESSAGE) if self._held_logprobs else []
         message.grow(text, logprobs)
         self._number += 1

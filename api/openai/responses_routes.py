@@ -3,7 +3,7 @@
 Translates between the protocol and the gateway; decides nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
 
 import orjson
@@ -14,10 +14,12 @@ from starlette.types import ASGIApp
 
 from ...core.errors import CharoniaError
 from ...core.gateway import ModelLookup
+from ...core.logprobs import TokenLogprob
 from ...core.request import GenerateChunk
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import ApiError, json_response
 from ..http.request_context import context_of, request_id_of
+from ..http.text_event import TextEncoder
 from ..metadata import ServerInfo
 from .json_body import read_members
 from .responses_input import JsonObject
@@ -91,13 +93,15 @@ class ResponseEvents:
         return _encode([*begin, *self._output.add(chunk)])
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
+    def encode_text(self) -> TextEncoder:
         return self._encode_text
 
-    def _encode_text(self, text: str) -> bytes:
+    def _encode_text(self, text: str, tokens: int, logprob: TokenLogprob | None) -> bytes | None:
+        if not text:
+            return b"" if logprob is None else None
         message = self._output.growing_message
         if message is None:
-            return _encode(self._output.add_text(text))
+            return _encode(self._output.add_text(text, logprob))
         if message is not self._message:
             # Most events are of text alone: the JSON around it is encoded once for all of a message.
             event = message.delta_event(_TEXT, [_LOGPROBS]) | {"sequence_number": 0}
@@ -105,7 +109,7 @@ class ResponseEvents:
             self._message = message
             self._before, rest = around.split(orjson.dumps(_TEXT))
             self._between, self._after = rest.split(orjson.dumps([_LOGPROBS]))
-        logprobs, number = self._output.grow_message(message, text)
+        logprobs, number = self._output.grow_message(message, text, logprob)
         scored = orjson.dumps(logprobs)
         return b"%b%b%b%b%b%d}\n\n" % (self._before, orjson.dumps(text), self._between, scored, self._after, number)
 

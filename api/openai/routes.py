@@ -5,6 +5,7 @@ Translates between the protocol and the gateway; decides nothing.
 
 from collections.abc import Callable
 from contextlib import aclosing
+from hashlib import sha256
 
 import msgspec
 import orjson
@@ -21,6 +22,7 @@ from ...core.tasks import merge_streams
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
+from ..http.text_event import TextEvent
 from ..metadata import ServerInfo
 from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape
@@ -40,7 +42,6 @@ from .response_writer import (
     ChatFormat,
     CompletionFormat,
     OpenAIResponseWriter,
-    system_fingerprint,
 )
 from .schemas import DetokenizeBody
 from .tensor_models import generate_from_tensors, read_tensor_request
@@ -143,7 +144,7 @@ class CompletionEvents:
         return self._writer.chunk_event(index, chunk)
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
+    def encode_text(self) -> TextEvent | None:
         return self._writer.text_event
 
     def encode_end(self) -> bytes:
@@ -151,3 +152,10 @@ class CompletionEvents:
 
     def encode_error(self, error: CharoniaError) -> bytes:
         return sse_event(orjson.dumps(openai_error_body(error))) + _DONE
+
+
+def system_fingerprint(config: ModelConfig, software: str) -> str:
+    """The `system_fingerprint` of a model: it changes with the model's files, settings and the `software` version."""
+    settings = config.raw.get("parameters"), config.parameters
+    known = orjson.dumps((software, config.backend, config.fingerprint, settings), option=orjson.OPT_SORT_KEYS)
+    return f"fp_{sha256(known).hexdigest()[:10]}"

@@ -38,26 +38,49 @@ def logprob_columns(
 
 
 def _by_name(token: TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
-    scores, name = token.scores, _by_id if as_ids else token.pieces.text
-    ids, values = scores.ids, scores.values
+    scores = token.scores
+    name = _by_id if as_ids else token.pieces.text
+    values = scores.values
     named: dict[str, float] = {}
-    for rank in range(min(most, len(ids))):
-        named.setdefault(name(ids[rank]), values[rank])  # of several tokens with the same text, the likeliest is named
-    named.setdefault(name(token.id), scores.chosen)
+    ids = scores.ids
+    rank = 0
+    while rank < most and rank < len(ids):  # `zip` would cost as much as all of the loop
+        text = name(ids[rank])
+        if text not in named:  # of several tokens with the same text, the likeliest is named
+            named[text] = values[rank]
+        rank += 1
+    own = name(token.id)
+    if own not in named:
+        named[own] = scores.chosen
     return named
+
+
+def one_column(token: TokenLogprob, offset: int, most: int, as_ids: bool) -> bytes:
+    """The JSON of `logprob_columns` for a single token."""
+    named = _by_name(token, most, as_ids)
+    own = _by_id(token.id) if as_ids else token.pieces.text(token.id)
+    columns = {
+        "tokens": [own],
+        "token_logprobs": [token.scores.chosen],
+        "top_logprobs": [named],
+        "text_offset": [offset],
+    }
+    return orjson.dumps(columns)
 
 
 def token_entries(tokens: Sequence[TokenLogprob], as_ids: bool = False) -> list[orjson.Fragment]:
     """The logprobs of tokens as chat and responses show them; `as_ids`: with their ids in place of their text, for, in
     vLLM's words, not every token is a text of its own."""
-    entries = []
-    for token in tokens:
-        scores, pieces = token.scores, token.pieces
-        entry = partial(_entry_by_id, pieces.piece) if as_ids else pieces.entry
-        own = entry(token.id) % orjson.dumps(scores.chosen)
-        top = b",".join(map(mod, map(entry, scores.ids), map(orjson.dumps, scores.values)))
-        entries.append(orjson.Fragment(b'%b,"top_logprobs":[%b]}' % (own[:-1], top)))
-    return entries
+    return [orjson.Fragment(token_entry(token, as_ids)) for token in tokens]
+
+
+def token_entry(token: TokenLogprob, as_ids: bool = False) -> bytes:
+    """The JSON of one of `token_entries`."""
+    scores, pieces = token.scores, token.pieces
+    entry = partial(_entry_by_id, pieces.piece) if as_ids else pieces.entry
+    own = entry(token.id) % orjson.dumps(scores.chosen)
+    top = b",".join(map(mod, map(entry, scores.ids), map(orjson.dumps, scores.values)))
+    return b'%b,"top_logprobs":[%b]}' % (own[:-1], top)
 
 
 def _entry_by_id(piece: Callable[[int], TokenPiece], token: int) -> bytes:

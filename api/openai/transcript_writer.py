@@ -1,7 +1,7 @@
 """Transcripts in the formats of OpenAI's API."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -99,7 +99,7 @@ class TranscriptEvents:
         return _event({"type": "transcript.text.delta", "delta": text})
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
+    def encode_text(self) -> None:
         return None
 
     def encode_end(self) -> bytes:

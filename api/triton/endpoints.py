@@ -156,7 +156,10 @@ class GenerateEventEncoder:
 
     @property
     def encode_text(self) -> TextEvent | None:
-        return TextEvent(*self._around_text("text_output")) if self._limit >= 8 * MOST_TEXT else None
+        if self._limit < 8 * MOST_TEXT:
+            return None
+        before, behind = self._around_text("text_output")
+        return TextEvent(before, behind)
 
     def _around_text(self, name: str) -> list[bytes]:
         # Most events are of a text alone: the JSON around it is encoded once for all of them.

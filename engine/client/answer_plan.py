@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ...core.direct_stream import Sink
+from ...core.direct_stream import TextSink
 from ...core.errors import InvalidArgument
+from ...core.logprobs import TokenLogprob
 from ...core.request import Conversation, FinishReason, GenerateChunk, GenerateRequest, GuidedDecoding, join_chunks
 from ...core.sampling import SamplingParams
 from ...tokenization.answers.answer_formats import HERMES, AnswerParsers, choose_format
@@ -146,17 +147,22 @@ class AnswerBuilder:
                 break
         return chunks[0] if single else join_chunks(chunks)
 
-    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
-        """See `DeltaReader.token_writer`: a token may begin a call."""
-        return None
+    def token_writer(self, sink: TextSink) -> TokenWriter | None:
+        """See `DeltaReader.token_writer`."""
+        shows = self._reader.shows
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
+        def show(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
+            return shows(text) and sink(text, tokens, logprob)
+
+        return self._builder.token_writer(show)
+
+    def pass_text(self, delta: TokenDelta, sink: TextSink, text: str | None = None) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`: a text alone is one outside of reasoning, where no call begins."""
         reader = self._reader
         thinking = reader.thinking
         if not self._begun or self._echo or (thinking and len(delta.token_ids) > 1):
             return self.build_chunk(delta)
-        built = self._builder.build_text(delta)
+        built = self._builder.build_text(delta, text)
         if not isinstance(built, str):
             return self._part(built, thinking)
         read = reader.push(built)
@@ -165,9 +171,7 @@ class AnswerBuilder:
             return self._parted(self._builder.text_chunk(built, delta), read, thinking)
         if thinking:
             self._reasoning_tokens += len(delta.token_ids)
-        elif not read.text or sink(read.text):
-            return None
-        if not (read.text or read.reasoning):
+        elif sink(read.text, self._builder.completion_tokens, None):
             return None
         return self._builder.text_chunk(read.text, delta, (), read.reasoning, self._reasoning_tokens)
 
@@ -209,11 +213,11 @@ class PredictedAnswerBuilder:
         counts = {"accepted_prediction_tokens": follower.accepted, "rejected_prediction_tokens": follower.rejected}
         return replace(chunk, usage=replace(chunk.usage, **counts))
 
-    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+    def token_writer(self, sink: TextSink) -> TokenWriter | None:
         """See `pass_text`."""
         return None
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: TextSink, text: str | None = None) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`: the follower needs the tokens of each."""
         return self.build_chunk(delta)
 

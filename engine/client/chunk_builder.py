@@ -6,9 +6,9 @@ Knows nothing of where tokens come from.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...core.direct_stream import Sink
+from ...core.direct_stream import TextSink
 from ...core.errors import InvalidArgument
-from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, ScoredText, TokenLogprob
+from ...core.logprobs import Logprobs, PromptLogprobs, PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, Usage
 from ...core.sampling import SamplingParams
 from ...tokenization.detokenizer import StopStrings, make_detokenizer
@@ -96,7 +96,7 @@ class ChunkBuilder:
         self._echo = self._prompt_text = echo
         self._prompt_ids = prompt_ids
         self._unscored = [] if sampling.prompt_logprobs is None else prompt
-        self._completion_tokens = 0
+        self.completion_tokens = 0
         self._min_tokens = sampling.min_tokens
         self._includes_stop = sampling.include_stop_str_in_output
         own = () if sampling.ignore_eos else ends.eos
@@ -108,7 +108,6 @@ class ChunkBuilder:
         self._may_stop = bool(self._stops or self._words)
         self._has_logprobs = sampling.logprobs is not None
         self._by_token = self._may_stop or self._has_logprobs
-        self._stops_alone = bool(self._stops) and not (self._words or self._has_logprobs)
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of a delta's tokens, without those behind a stop string."""
@@ -119,13 +118,13 @@ class ChunkBuilder:
         """The text of the next delta where its chunk has nothing else, or that chunk. `pushed`: the text of its only
         token, if the detokenizer has that already."""
         token_ids = delta.token_ids
-        goes_on = self._completion_tokens and delta.finish_reason is None
+        goes_on = self.completion_tokens and delta.finish_reason is None
         if goes_on and not self._by_token:
-            self._completion_tokens += len(token_ids)
-            return self._text.push(token_ids)
+            self.completion_tokens += len(token_ids)
+            return self._text.push(token_ids) if pushed is None else pushed
         text, widths = self._write(delta, pushed)
         if goes_on and not (self._may_stop and self._stopped):
-            self._completion_tokens += len(token_ids)
+            self.completion_tokens += len(token_ids)
             if not self._has_logprobs:
                 return text
             return self.text_chunk(text, delta, self._generated(token_ids, delta.logprobs, widths))
@@ -133,14 +132,14 @@ class ChunkBuilder:
         text += self._end_text(taken, delta)
         if self._has_logprobs and len(widths) < taken:  # the token that ended the text
             widths.append(len(self._text.push(token_ids[-1:])))
-        self._completion_tokens += taken
+        self.completion_tokens += taken
         token_ids = token_ids[:taken]
         echo, self._echo = self._echo, ""
         prompt_ids, self._prompt_ids = self._prompt_ids, ()
         return GenerateChunk(
             text=echo + text,
             token_ids=token_ids,
-            usage=Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens),
+            usage=Usage(self._prompt_tokens, self.completion_tokens, delta.cached_tokens),
             finish_reason=FinishReason.STOP if self._stopped else delta.finish_reason,
             stop_reason=self._stop_reason(delta),
             logprobs=self._generated(token_ids, delta.logprobs, widths),
@@ -149,35 +148,28 @@ class ChunkBuilder:
             end_token=self._ended_by_token(delta) and not self._stopped,
         )
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: TextSink, text: str | None = None) -> GenerateChunk | None:
         """See `DeltaReader.pass_text`."""
-        token_ids = delta.token_ids
-        pushed = text
-        if self._completion_tokens and delta.finish_reason is None:
-            if not self._by_token or (self._stops_alone and len(token_ids) == 1):
-                pushed = text = self._text.push(token_ids) if text is None else text
-                if not self._by_token or self._stops.lets_pass(text):  # as most
-                    self._completion_tokens += len(token_ids)
-                    return None if not text or sink(text) else self.text_chunk(text, delta)
-            elif not self._may_stop and len(token_ids) == len(delta.logprobs) == 1:
-                self._completion_tokens += 1
-                text = self._text.push(token_ids)
-                token = TokenLogprob(token_ids[0], delta.logprobs[0].finite(), self._tokenizer.pieces, len(text))
-                return None if text and sink(ScoredText(text, token)) else self.text_chunk(text, delta, (token,))
-        built = self.build_text(delta, pushed)
+        goes_on = self.completion_tokens > 0
+        built = self.build_text(delta, text)
+        tokens = self.completion_tokens
         if isinstance(built, str):
-            return None if not built or sink(built) else self.text_chunk(built, delta)
-        return built
+            taken = not delta.token_ids or sink(built, tokens, None)
+            return None if taken else self.text_chunk(built, delta)
+        scored = goes_on and built.finish_reason is None and len(built.token_ids) == len(built.logprobs) == 1
+        return None if scored and sink(built.text, tokens, built.logprobs[0]) else built
 
-    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+    def token_writer(self, sink: TextSink) -> TokenWriter | None:
         """See `DeltaReader.token_writer`."""
-        if self._has_logprobs or self._words or not self._completion_tokens:
+        if self._words or not self.completion_tokens:
             return None
-        detokenizer, stops = self._text, self._stops
-        texts = detokenizer.texts_without(stops.first_letters)
+        detokenizer = self._text
+        pieces = self._tokenizer.pieces
+        stops = self._stops
+        texts = detokenizer.texts_beside(stops.strings)
         known = texts.get
 
-        def write(token: int) -> str | None:
+        def write(token: int, logprobs: Logprobs | None) -> str | None:
             text = known(token)
             if text is None or detokenizer.incomplete or stops.held:
                 text = detokenizer.push((token,))
@@ -185,9 +177,11 @@ class ChunkBuilder:
                     return text
                 if detokenizer.texts.get(token) is text:
                     texts[token] = text
-            if text and not sink(text):
+            tokens = self.completion_tokens + 1
+            scored = None if logprobs is None else TokenLogprob(token, logprobs.finite(), pieces, len(text))
+            if not sink(text, tokens, scored):
                 return text
-            self._completion_tokens += 1
+            self.completion_tokens = tokens
             return None
 
         return write
@@ -201,7 +195,7 @@ class ChunkBuilder:
         reasoning_tokens: int = 0,
     ) -> GenerateChunk:
         """The chunk of a delta that neither begins nor ends the text."""
-        usage = Usage(self._prompt_tokens, self._completion_tokens, delta.cached_tokens, reasoning_tokens)
+        usage = Usage(self._prompt_tokens, self.completion_tokens, delta.cached_tokens, reasoning_tokens)
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=usage, logprobs=logprobs, reasoning=reasoning)
 
     def _ended_by_token(self, delta: TokenDelta) -> bool:
@@ -245,12 +239,12 @@ class ChunkBuilder:
     def _end_text(self, taken: int, delta: TokenDelta) -> str:
         """The rest of a text that ends with this delta."""
         ends = self._words.matched or delta.finish_reason is not None
-        if self._stops.matched is not None or not ends or not (delta.token_ids or self._completion_tokens):
+        if self._stops.matched is not None or not ends or not (delta.token_ids or self.completion_tokens):
             return ""  # what a prompt left incomplete does not belong to a text without tokens
         return self._show(self._text.finish(), taken) + self._stops.finish()
 
     def _show(self, piece: str, taken: int) -> str:
-        too_early = self._completion_tokens + taken < self._min_tokens
+        too_early = self.completion_tokens + taken < self._min_tokens
         return piece if too_early else self._stops.push(piece)
 
     def _scored(self, scores: Sequence[PromptLogprobs]) -> tuple[PromptToken, ...]:

@@ -150,7 +150,7 @@ class Replica:
             if key in streams:
                 streams[key].push_prompt_scores(scores)
         tokens, logprobs = updates.tokens, updates.logprobs
-        for key, part in push_step(streams, updates.keys, updates.counts, tokens, now):
+        for key, part in push_step(streams, updates.keys, updates.counts, tokens, logprobs, now):
             self._settle(streams[key])
             streams[key].push(tokens[part], now, logprobs and logprobs[part])
         if self._config.per_request_spec_decode_metrics != "none":

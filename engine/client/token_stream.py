@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from ...core.direct_stream import DirectStream, Sink
+from ...core.direct_stream import DirectStream, TextSink
 from ...core.errors import CharoniaError, RequestTimeout
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.request import FinishReason, GenerateChunk
@@ -33,9 +33,10 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """The log-probabilities of the prompt's tokens, in the first delta."""
 
 
-TokenWriter: TypeAlias = Callable[[int], str | None]
-"""Gives a sink the text of a token in the middle of a stream. Returns the text if the sink did not take it, or a stop
-string may begin or end in it: the caller then gives it to `DeltaReader.pass_text`, with the delta of the token."""
+TokenWriter: TypeAlias = Callable[[int, Logprobs | None], str | None]
+"""Gives a sink the text of a token in the middle of a stream, and its logprobs. Returns the text if the sink did not
+take it, or a stop string may begin or end in it: the caller then gives it to `DeltaReader.pass_text`, with the delta of
+the token."""
 
 
 class _UnreadSinks:
@@ -59,7 +60,7 @@ class _UnreadSinks:
                 stream.pass_on()
                 continue
             try:
-                text = write(token)
+                text = write(token, stream._alone_logprobs)
             except Exception as error:
                 stream.break_off(error)
                 continue
@@ -95,11 +96,11 @@ class DeltaReader(Protocol):
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """The chunk of the next delta."""
 
-    def pass_text(self, delta: TokenDelta, sink: Sink[str], text: str | None = None) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: TextSink, text: str | None = None) -> GenerateChunk | None:
         """Give `sink` the text of the next delta if its chunk would have nothing else; that chunk otherwise, or if the
-        sink leaves it. Nothing comes of an empty text. `text`: what a `TokenWriter` left of the delta's only token."""
+        sink leaves it. `text`: what a `TokenWriter` left of the delta's only token."""
 
-    def token_writer(self, sink: Sink[str]) -> TokenWriter | None:
+    def token_writer(self, sink: TextSink) -> TokenWriter | None:
         """What does the same with the delta of a single token; None where each chunk may have more than text."""
 
 
@@ -129,6 +130,7 @@ class TokenStream:
         self._unread = self._lags = False
         self._alone: int | None = None
         """The only unread token, if `push_step` pushed it."""
+        self._alone_logprobs: Logprobs | None = None
         self._reader: asyncio.Future[None] | None = None
         self._on_unread: Callable[[], None] | None = None
         self._chunk: _WaitingChunk | None = None
@@ -174,6 +176,8 @@ class TokenStream:
         if self._alone is not None:
             self._tokens.append(self._alone)
             self._alone = None
+            if self._alone_logprobs is not None:
+                self._logprobs.append(self._alone_logprobs)
 
     def _count_unread(self, tokens: int) -> None:
         """Count tokens that come while others are unread."""
@@ -319,11 +323,16 @@ class TokenStream:
 
 
 def push_step(
-    streams: Mapping[int, TokenStream], keys: Sequence[int], counts: Sequence[int], tokens: Sequence[int], at: float
+    streams: Mapping[int, TokenStream],
+    keys: Sequence[int],
+    counts: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[Logprobs | None],
+    at: float,
 ) -> list[tuple[int, slice]]:
     """Push what a step brought, `counts[i]` of the `tokens` for `keys[i]`, in one pass: what a token costs is counted
-    in function calls. Returns the keys that it leaves, and where their tokens are: those of streams whose readers do
-    not wait for text alone, and all if not each has one token."""
+    in function calls. `logprobs`: of all tokens, or none. Returns the keys that it leaves, and where their tokens are:
+    those of streams whose readers do not wait for text alone, and all if not each has one token."""
     if counts.count(1) < len(counts):
         places = zip(keys, counts, accumulate(counts), strict=True)
         return [(key, slice(end - count, end)) for key, count, end in places if key in streams]
@@ -332,7 +341,8 @@ def push_step(
     first: SequenceStats | None = None
     last: float | None = None
     alike = 0  # sequences of the first one's tenant that had their last token when it had its
-    for place, key, token in zip(range(len(keys)), keys, tokens, strict=True):
+    scores = logprobs or (None,) * len(tokens)
+    for place, key, token, logprob in zip(range(len(keys)), keys, tokens, scores, strict=True):
         stream = streams.get(key)
         if stream is None:
             continue
@@ -348,6 +358,7 @@ def push_step(
         stats.generated += 1
         stats.last = at
         stream._alone = token
+        stream._alone_logprobs = logprob
         stream._unread = True
         pushed.append(stream)
     if first is not None:

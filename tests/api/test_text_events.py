@@ -18,7 +18,6 @@ from charonia.api.openai.response_writer import ApiFormat, ChatFormat, Completio
 from charonia.api.openai.responses_output import ResponseOutput
 from charonia.api.openai.responses_routes import ResponseEvents
 from charonia.api.openai.routes import CompletionEvents
-from charonia.core.logprobs import ScoredText
 from charonia.core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from tests.scored_tokens import scored
 
@@ -86,7 +85,9 @@ def test_events_are_the_same_by_either_way(door: str, first: dict[str, Any], mid
         if at == len(TEXTS) and middle is not None:
             between = chunk(**middle)
             assert one.encode_item(between) == other.encode_item(between)
-        assert encode_text(text) == other.encode_item(chunk(text=text))
+        whole = chunk(text=text)
+        assert encode_text(text, whole.usage.completion_tokens, None) == other.encode_item(whole)
+    assert encode_text("", 99, None) in (b"", None)
     end = chunk(finish_reason=FinishReason.LENGTH)
     assert one.encode_item(end) == other.encode_item(end)
     assert one.encode_end() == other.encode_end()
@@ -100,29 +101,34 @@ SCORING: dict[str, Callable[[], EventEncoder[GenerateChunk]]] = {
     "chat by id": lambda: completion(ChatFormat(), logprobs=1, tokens_as_ids=True),
     "responses": lambda: responses(logprobs=True),
     "responses without": responses,
+    "completions with usage": lambda: completion(CompletionFormat(), logprobs=1, continuous_usage=True),
+    "chat with usage": lambda: completion(ChatFormat(), logprobs=1, continuous_usage=True),
+    "completions with usage alone": lambda: completion(CompletionFormat(), model="100%d", continuous_usage=True),
+    "chat with usage alone": lambda: completion(ChatFormat(), continuous_usage=True),
 }
 
 
 @pytest.mark.parametrize("door", SCORING)
 def test_events_of_scored_texts_are_the_same_by_either_way(door: str) -> None:
     one, other = SCORING[door](), SCORING[door]()
-    begin = GenerateChunk(text="x", token_ids=(1,), usage=Usage(3, 1), logprobs=(SCORED,))
+    begin = GenerateChunk(text="x", token_ids=(1,), usage=Usage(3, 1, 2, 1), logprobs=(SCORED,))
     assert one.encode_item(begin) == other.encode_item(begin)
     encode_text = one.encode_text
     assert encode_text is not None
     for at, text in enumerate(TEXTS):
         token = scored(at, text, -0.25 * at, (at, text, -0.25 * at), (7, "%b", -2.0), width=len(text))
-        chunk = GenerateChunk(text=text, token_ids=(at,), usage=Usage(3, 2 + at), logprobs=(token,))
-        assert encode_text(ScoredText(text, token)) == other.encode_item(chunk)
+        shown = (token,) if "alone" not in door else ()
+        chunk = GenerateChunk(text=text, token_ids=(at,), usage=Usage(3, 2 + at, 2, 1), logprobs=shown)
+        assert encode_text(text, 2 + at, shown[0] if shown else None) == other.encode_item(chunk)
         held = msgspec.structs.replace(chunk, text="")  # a token that ends within a character
-        assert one.encode_item(held) == other.encode_item(held)
+        event = encode_text("", 2 + at, shown[0] if shown else None)
+        assert (one.encode_item(held) if event is None else event) == other.encode_item(held)
     end = GenerateChunk(text="", token_ids=(), usage=Usage(3, 9), finish_reason=FinishReason.LENGTH)
     assert one.encode_item(end) + one.encode_end() == other.encode_item(end) + other.encode_end()
 
 
 def test_who_shows_more_of_each_chunk_sees_each_chunk() -> None:
-    for fields in ({"continuous_usage": True}, {"return_token_ids": True}):
-        assert completion(CompletionFormat(), **fields).encode_text is None
+    assert completion(CompletionFormat(), return_token_ids=True).encode_text is None
 
 
 SCORED = scored(5, " 100%", -0.5, (7, "b", -2.0), rank=2, width=5)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from charonia.core.direct_stream import DirectStream, ReadyResponse, relay
+from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import InferResponse
 
 
@@ -71,7 +72,7 @@ async def test_a_relay_that_keeps_text_passes_it_on_as_it_is(kept: bool) -> None
             yield 1
             assert output.text_sink == (take if kept else None)
 
-    def take(text: str) -> bool:
+    def take(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
         return True
 
     source = DirectStream(two)

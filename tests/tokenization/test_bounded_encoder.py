@@ -135,7 +135,7 @@ def test_every_call_of_the_library_that_panics_is_an_error_by_name(
         lambda: encoder.encode(["a"]),
         lambda: loaded.token_id("eos_token"),
         lambda: loaded.added_tokens(5),
-        lambda: tokenizer.TokenBytes(backend)[5],
+        lambda: tokenizer._read_bytes(backend, 5),
     ):
         with pytest.raises(Internal, match=r"^the tokenizer failed: PanicException: in "):
             work()

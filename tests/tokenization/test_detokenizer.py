@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from charonia.tokenization.detokenizer import make_detokenizer
-from charonia.tokenization.tokenizer import Tokenizer
+from charonia.tokenization.tokenizer import Tokenizer, read_token_piece
 
 TEXT = "the été 🦊👩‍👩‍👧 日本語</s>fox\ufffd!"
 SPLITS = st.lists(st.integers(1, 4), max_size=200)
@@ -43,15 +43,23 @@ def test_garbage_joins_to_what_decoding_at_once_gives(checkpoint: Path, ids: lis
         tokenizer.bytes = tokenizer.bytes_with_special = None
 
 
-def test_texts_without_some_letters_are_kept_for_the_last_sets_of_them(checkpoint: Path) -> None:
+def test_a_byte_level_tokens_piece_is_what_the_library_decodes(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.bytes is not None
+    size = tokenizer._backend.get_vocab_size()
+    for token in range(size + 1):  # the last one is unknown
+        assert tokenizer.pieces.piece(token) == read_token_piece(tokenizer._backend, token)
+
+
+def test_texts_beside_stop_strings_are_kept_for_the_last_of_them(checkpoint: Path) -> None:
     table = Tokenizer.load(checkpoint).bytes
     assert table is not None
-    texts = [table.texts_without(frozenset(letter)) for letter in "abcdefghijklmnop"]
-    assert [table.texts_without(frozenset(letter)) for letter in "abcdefghijklmnop"] == texts
-    assert table.texts_without(frozenset("a")) is texts[0], "who asks again loses nothing"
-    table.texts_without(frozenset("q"))
-    assert table.texts_without(frozenset("a")) is not texts[0]
-    assert table.texts_without(frozenset("p")) is texts[15]
+    texts = [table.texts_beside((letter,)) for letter in "abcdefghijklmnop"]
+    assert [table.texts_beside((letter,)) for letter in "abcdefghijklmnop"] == texts
+    assert table.texts_beside(("a",)) is texts[0], "who asks again loses nothing"
+    table.texts_beside(("q",))
+    assert table.texts_beside(("a",)) is not texts[0]
+    assert table.texts_beside(("p",)) is texts[15]
 
 
 def test_special_tokens_are_shown_if_wanted(checkpoint: Path) -> None:

@@ -117,6 +117,10 @@ class AnswerReader:
     def think(self, piece: str) -> None:
         self._thought.append(piece)
 
+    def shows(self, piece: str) -> bool:
+        """Whether the next piece would add itself to the content, and nothing else."""
+        return not self.over and self.text.sink_of(piece) == self.show
+
     def push(self, piece: str, last: bool = False) -> AnswerDelta:
         """What the next piece of text adds, without text that may become a marker, unless it is the `last` piece."""
         if self.over:

@@ -67,7 +67,7 @@ def test_a_text_alone_is_the_message_of_its_response(rpc: Rpc, text: str) -> Non
     with StreamWrites(rpc).direct(responses, LLM, call, LIMIT):
         assert responses.text_sink is not None
         assert responses.sink is not None
-        assert responses.text_sink(text)
+        assert responses.text_sink(text, 1, None)
         assert responses.sink(response_of(text))
     alone, whole = (pb.ModelStreamInferResponse.FromString(data) for data in rpc.written)
     assert alone == whole
@@ -90,25 +90,25 @@ async def test_one_message_is_written_at_a_time(rpc: Rpc) -> None:
         text_sink, sink = responses.text_sink, responses.sink
         assert text_sink is not None
         assert sink is not None
-        assert text_sink("one")
-        assert not text_sink("two")
+        assert text_sink("one", 1, None)
+        assert not text_sink("two", 1, None)
         assert not sink(response_of("two"))
         other = asyncio.create_task(writes.write(b"other"))
         await asyncio.sleep(0)
         assert len(rpc.written) == 1
         rpc.release()
         await asyncio.sleep(0)
-        assert not text_sink("two"), "the other's turn has come"
+        assert not text_sink("two", 1, None), "the other's turn has come"
         await asyncio.sleep(0)
         assert rpc.written[1:] == [b"other"]
-        assert not text_sink("two")
+        assert not text_sink("two", 1, None)
         rpc.release()
         await other
         assert sink(response_of("two"))
         assert len(rpc.written) == 3
         rpc.release()
         await asyncio.sleep(0)
-        assert text_sink("three")
+        assert text_sink("three", 1, None)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -117,7 +117,7 @@ async def test_who_has_left_gets_no_more(rpc: Rpc, waits: bool) -> None:
     rpc.flows, rpc.gone = not waits, not waits
     with writes.direct(responses, LLM, call_of(), LIMIT):
         assert responses.text_sink is not None
-        assert responses.text_sink("one")
+        assert responses.text_sink("one", 1, None)
         if waits:
             other = asyncio.create_task(writes.write(b"other"))
             await asyncio.sleep(0)
@@ -125,7 +125,7 @@ async def test_who_has_left_gets_no_more(rpc: Rpc, waits: bool) -> None:
             rpc.release()
             with pytest.raises(asyncio.CancelledError):
                 await other
-        assert not responses.text_sink("two"), "the reader finds out"
+        assert not responses.text_sink("two", 1, None), "the reader finds out"
         with pytest.raises(asyncio.CancelledError):
             await writes.write(b"two")
 
@@ -141,8 +141,8 @@ async def test_a_write_that_breaks_ends_the_call_and_hangs_nobody(waits: bool) -
     writes, responses = StreamWrites(Broken()), DirectStream(nothing)
     with writes.direct(responses, LLM, call_of(), LIMIT):
         assert responses.text_sink is not None
-        assert responses.text_sink("one")
+        assert responses.text_sink("one", 1, None)
         async with asyncio.timeout(10):
             with pytest.raises(ValueError, match="it cannot be sent"):
                 await writes.write(b"two")
-        assert not responses.text_sink("three"), "one message is missing"
+        assert not responses.text_sink("three", 1, None), "one message is missing"

@@ -4,13 +4,13 @@ import asyncio
 import gc
 import inspect
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import pytest
 
 from charonia.api.http.connection import EventStreamResponse
-from charonia.api.http.text_event import MOST_TEXT, TextEvent
+from charonia.api.http.text_event import MOST_TEXT, TextEncoder, TextEvent
 from charonia.api.http.write_coalescer import MOST_PARTS
 from charonia.core.direct_stream import DirectStream
 from charonia.core.errors import CharoniaError
@@ -35,8 +35,8 @@ class Encoder:
         return b"<%d>" % item
 
     @property
-    def encode_text(self) -> Callable[[str], bytes] | None:
-        return None if self.slow else lambda text: b"<%b>" % text.encode()
+    def encode_text(self) -> TextEncoder | None:
+        return None if self.slow else lambda text, tokens, logprob: b"<%b>" % text.encode()
 
     def encode_end(self) -> bytes:
         return b"<end>"
@@ -129,31 +129,31 @@ class TextApp(App):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await body_of(receive)
-        await EventStreamResponse(DirectStream(self._texts), TextEncoder())(scope, receive, send)
+        await EventStreamResponse(DirectStream(self._texts), AroundTexts())(scope, receive, send)
 
     async def _texts(self, output: DirectStream[int]) -> AsyncGenerator[int, None]:
         yield 0
         self.sink = output.text_sink
         assert self.sink is not None
-        self.taken = [self.sink(text) for text in self.texts].count(True)
+        self.taken = [self.sink(text, 1, None) for text in self.texts].count(True)
         await self.gate.wait()
         yield 3
 
 
-class TextEncoder(Encoder):
+class AroundTexts(Encoder):
     encode_text = TextEvent(b"<before ", b" behind>")  # type: ignore[assignment]
 
 
 async def test_the_event_of_a_text_is_written_around_its_json() -> None:
-    texts = ["a", 'say "b"\n', "\u00e9\U0001f600", "x" * MOST_TEXT]
+    texts = ["", "a", 'say "b"\n', "\u00e9\U0001f600", "x" * MOST_TEXT]
     app = TextApp(*texts, "x" * (MOST_TEXT + 1))
     connection = await begin(app)
     assert app.taken == len(texts), "one that is longer goes the way of other items"
     app.gate.set()
     await turns()
-    expected = [b"<0>", *(TextEncoder.encode_text(text) for text in texts), b"<3>", b"<end>"]
-    assert events(connection) == [*expected, b""]
-    assert expected[2] == b'<before "say \\"b\\"\\n" behind>'
+    expected = [b"<0>", *(AroundTexts.encode_text(text, 1, None) for text in texts), b"<3>", b"<end>"]
+    assert events(connection) == [*filter(None, expected), b""]
+    assert expected[3] == b'<before "say \\"b\\"\\n" behind>'
 
 
 async def test_no_text_is_taken_while_the_client_does_not_read_or_when_the_response_is_over() -> None:
@@ -161,12 +161,12 @@ async def test_no_text_is_taken_while_the_client_does_not_read_or_when_the_respo
     connection = await begin(app)
     assert app.sink is not None
     connection.protocol.pause_writing()
-    assert not app.sink("b")
+    assert not app.sink("b", 1, None)
     connection.protocol.resume_writing()
-    assert app.sink("c")
+    assert app.sink("c", 1, None)
     app.gate.set()
     await turns()
-    assert not app.sink("d")
+    assert not app.sink("d", 1, None)
     await turns()
     assert b"".join(events(connection)) == b'<0><before "a" behind><before "c" behind><3><end>'
 
@@ -189,8 +189,8 @@ async def test_long_texts_go_the_way_of_items_though_the_client_did_not_read_at_
         await turns()
     connection.protocol.resume_writing()
     assert app.sink is not None
-    assert app.sink("a")
-    assert not app.sink("x" * (MOST_TEXT + 1))
+    assert app.sink("a", 1, None)
+    assert not app.sink("x" * (MOST_TEXT + 1), 1, None)
     app.gate.set()
     await turns()
     assert b"".join(events(connection)) == b'<0><before "a" behind><3><end>'

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from charonia.api.openai.response_writer import system_fingerprint
+from charonia.api.openai.routes import system_fingerprint
 from charonia.core.drafts import DraftLimit, summarize_drafts
 from charonia.core.errors import ContextLengthExceeded, Internal, InvalidArgument, QueueFull
 from charonia.core.request import ChatMessage, Conversation, FinishReason, GenerateChunk, GenerateRequest, Usage

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.logprobs import TokenLogprob
 from charonia.core.request import (
     ChatMessage,
     Conversation,
@@ -174,22 +175,51 @@ async def test_what_is_text_alone_comes_as_text_and_all_else_as_ever(
     one, other = (plan.builder(SamplingParams(max_tokens=1000), TextEnds()) for plan in plans)
     texts: list[str] = []
 
-    def leave(text: str) -> bool:
+    def leave(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
         texts.append(text)
         return False
 
     chunks = [one.pass_text(delta, leave) for delta in deltas]
-    assert len(texts) > 0
+    assert any(texts)
     expected = [other.build_chunk(delta) for delta in deltas]
     for chunk, wanted in zip(chunks, expected, strict=True):
-        if chunk is None:
-            assert (wanted.text, wanted.reasoning, wanted.tool_calls) == ("", "", ())
-            continue
+        assert chunk is not None, "none was taken"
         assert msgspec.structs.replace(chunk, tool_calls=()) == msgspec.structs.replace(wanted, tool_calls=())
         assert [(call.index, call.name, call.arguments) for call in chunk.tool_calls] == [
             (call.index, call.name, call.arguments) for call in wanted.tool_calls
         ]
     assert chunks[-1].usage == expected[-1].usage
+
+
+async def test_tokens_of_content_are_written_and_those_of_reasoning_and_calls_are_left(
+    model: LlmModel, tokenizer: Tokenizer, checkpoint: Path
+) -> None:
+    own = OwnTokenizer.load(checkpoint)
+    tokens = tokenizer.encode(f"<think>hm</think>I look \u00e9{CALL} well <tool_ca 1 < 2 {CALL}bye").ids
+    plans = [plan_answer(ask(), [1, 2], own, AnswerParsers()) for _ in range(2)]
+    one, other = (plan.builder(SamplingParams(max_tokens=1000), TextEnds()) for plan in plans)
+    taken: list[tuple[str, int]] = []
+    written = 0
+    for token in tokens:
+        delta = TokenDelta((token,), 3, None)
+        wanted = other.build_chunk(delta)
+        taken.clear()
+
+        def take(text: str, count: int, logprob: TokenLogprob | None) -> bool:
+            taken.append((text, count))
+            return True
+
+        write = one.token_writer(take)
+        left = None if write is None else write(token, None)
+        written += write is not None and left is None
+        if write is None or left is not None:
+            chunk = one.pass_text(delta, take, left)
+            if chunk is not None:
+                assert not taken
+                taken.append((chunk.text, chunk.usage.completion_tokens))
+                assert (chunk.reasoning, len(chunk.tool_calls)) == (wanted.reasoning, len(wanted.tool_calls))
+        assert taken == [(wanted.text, wanted.usage.completion_tokens)]
+    assert 5 < written < len(tokens) // 2
 
 
 async def test_markers_that_are_special_tokens_are_read_and_others_not_shown(

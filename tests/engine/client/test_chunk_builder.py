@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.logprobs import Logprobs, PromptLogprobs, ScoredText
+from charonia.core.logprobs import Logprobs, PromptLogprobs, TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, Usage
 from charonia.core.request import join_chunks as join
 from charonia.core.sampling import SamplingParams
@@ -137,15 +137,19 @@ def test_a_text_is_the_same_whether_it_goes_to_a_sink_or_into_chunks(
     named: list[tuple[int, int | None]] = []
     wanted: list[tuple[int, int | None]] = []
     for letter, takes_it in zip(text, takes, strict=False):
-        taken: list[str] = []
+        taken: list[tuple[str, int, TokenLogprob | None]] = []
         logprobs = (Logprobs(-0.5, [0], [-0.5]),) if scored else ()
         delta = TokenDelta(ids(letter), 0, LENGTH if len(told) == len(text) - 1 else None, logprobs)
-        left = one.pass_text(delta, lambda text, takes_it=takes_it, taken=taken: takes_it and not taken.append(text))
+        left = one.pass_text(delta, lambda *item, takes_it=takes_it, taken=taken: takes_it and not taken.append(item))
         whole = other.build_chunk(delta)
-        said += "".join(taken) if left is None else left.text
+        for piece, tokens, logprob in taken:
+            said += piece
+            assert tokens == whole.usage.completion_tokens
+            named += [(logprob.id, logprob.width)] if logprob else []
+        if left is not None:
+            said += left.text
+            named += [(token.id, token.width) for token in left.logprobs]
         told += whole.text
-        shown = [piece.token for piece in taken if isinstance(piece, ScoredText)] if left is None else left.logprobs
-        named += [(token.id, token.width) for token in shown]
         wanted += [(token.id, token.width) for token in whole.logprobs]
         assert (said, named) == (told, wanted)
         assert (left and left.finish_reason) == whole.finish_reason
@@ -170,39 +174,40 @@ BYTE_LETTERS = byte_letters()
 
 @given(
     tokens=st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=20),
-    stop=st.sampled_from([(), ("ab",), ("ca", "bca"), ("\u00e9a",)]),
+    stop=st.sampled_from([(), ("ab",), ("ca", "bca"), ("\u00e9a",), ("bb", "aab")]),
+    scored=st.booleans(),
     least=st.integers(0, 5),
     takes=st.lists(st.booleans(), min_size=20, max_size=20),
     tokenizer=st.sampled_from([ALPHABET, BYTE_LETTERS]),
 )
 def test_a_text_is_the_same_whether_its_tokens_are_written_or_come_in_chunks(
-    tokens: list[int], stop: tuple[str, ...], least: int, takes: list[bool], tokenizer: Tokenizer
+    tokens: list[int], stop: tuple[str, ...], scored: bool, least: int, takes: list[bool], tokenizer: Tokenizer
 ) -> None:
-    sampling = SamplingParams(stop=stop, min_tokens=least)
+    sampling = SamplingParams(stop=stop, min_tokens=least, logprobs=1 if scored else None)
     one, other = (ChunkBuilder(tokenizer, [0], sampling) for _ in range(2))
-    first = TokenDelta((0,), 0, None)
-    assert one.token_writer(lambda text: True) is None, "the first chunk has more than text"
-    assert one.build_chunk(first) == other.build_chunk(first)
-    said: list[str] = []
+    logprobs = Logprobs(-0.5, [0], [-0.5]) if scored else None
+    columns = (logprobs,) if logprobs else ()
+    first = TokenDelta((0,), 0, None, columns)
+    assert one.token_writer(lambda *item: True) is None, "the first chunk has more than text"
+    assert told(one.build_chunk(first)) == told(other.build_chunk(first))
+    said: list[tuple[Any, ...]] = []
     taking = iter(takes)
 
-    def take(text: str) -> bool:
-        assert text
+    def take(text: str, count: int, logprob: TokenLogprob | None) -> bool:
         taken = next(taking, True)
         if taken:
-            said.append(text)
+            said.append((text, count, [(logprob.id, logprob.scores, logprob.width)] if logprob else []))
         return taken
 
     write = one.token_writer(take)
     assert write is not None
     for token in tokens:
-        delta = TokenDelta((token,), 0, None)
-        text = write(token)
+        delta = TokenDelta((token,), 0, None, columns)
+        text = write(token, logprobs)
         left = None if text is None else one.pass_text(delta, take, text)
-        shown = "".join(said) if left is None else left.text
-        said.clear()
         whole = other.build_chunk(delta)
-        assert shown == whole.text
+        assert (said or [told(left)]) == [told(whole)]
+        said.clear()
         if left is not None:
             assert (left.usage, left.finish_reason, left.stop_reason) == (
                 whole.usage,
@@ -216,11 +221,17 @@ def test_a_text_is_the_same_whether_its_tokens_are_written_or_come_in_chunks(
     assert one.build_chunk(last) == other.build_chunk(last)
 
 
-def test_what_needs_more_than_text_has_no_writer() -> None:
-    for sampling, ends in ((SamplingParams(logprobs=0), TextEnds()), (SamplingParams(), TextEnds(words=((1, 2),)))):
-        builder = ChunkBuilder(ALPHABET, [0], sampling, ends)
-        builder.build_chunk(TokenDelta((0,), 0, None, (Logprobs(-0.5, [0], [-0.5]),)))
-        assert builder.token_writer(lambda text: True) is None
+def told(chunk: GenerateChunk | None) -> tuple[Any, ...]:
+    """What a sink would be given of it."""
+    assert chunk is not None
+    scored = [(token.id, token.scores, token.width) for token in chunk.logprobs]
+    return chunk.text, chunk.usage.completion_tokens, scored
+
+
+def test_what_ends_with_tokens_has_no_writer() -> None:
+    builder = ChunkBuilder(ALPHABET, [0], SamplingParams(), TextEnds(words=((1, 2),)))
+    builder.build_chunk(TokenDelta((0,), 0, None))
+    assert builder.token_writer(lambda *item: True) is None
 
 
 def test_logprobs_are_named_and_finite() -> None:

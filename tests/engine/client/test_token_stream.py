@@ -3,13 +3,14 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from charonia.core.direct_stream import DirectStream
+from charonia.core.direct_stream import DirectStream, TextSink
 from charonia.core.errors import Unavailable
+from charonia.core.logprobs import Logprobs, TokenLogprob
 from charonia.core.request import FinishReason, GenerateChunk, Usage
 from charonia.core.request_context import RequestContext
 from charonia.engine.client.admission import AdmissionControl, QueueLimits
@@ -29,30 +30,35 @@ class Builder:
     def __init__(self, plain: bool = False, writes: bool = False) -> None:
         self.plain, self.writes = plain, writes
         self.deltas: list[tuple[int, ...]] = []
+        self.scored: list[tuple[int, Logprobs]] = []
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         text = ",".join(map(str, delta.token_ids))
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 1), finish_reason=delta.finish_reason)
 
-    def token_writer(self, sink: Callable[[str], bool]) -> TokenWriter | None:
-        def write(token: int) -> str | None:
+    def token_writer(self, sink: TextSink) -> TokenWriter | None:
+        def write(token: int, logprobs: Logprobs | None) -> str | None:
             if token == 13:
                 raise ValueError("broken")
-            return "seven" if token == 7 or not sink(str(token)) else None
+            if token == 7 or not sink(str(token), 2, None):
+                return "seven"
+            if logprobs is not None:
+                self.scored.append((token, logprobs))
+            return None
 
         return write if self.writes else None
 
-    def pass_text(
-        self, delta: TokenDelta, sink: Callable[[str], bool], text: str | None = None
-    ) -> GenerateChunk | None:
+    def pass_text(self, delta: TokenDelta, sink: TextSink, text: str | None = None) -> GenerateChunk | None:
         self.deltas.append(delta.token_ids)
+        self.scored += zip(delta.token_ids, delta.logprobs, strict=False)
         if text is not None:
-            return None if sink(text) else GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
+            taken = sink(text, 2, None)
+            return None if taken else GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
         chunk = self.build_chunk(delta)
         if not self.plain or chunk.finish_reason is not None:
             return chunk
         text = chunk.text.replace("0", "")
-        if not text or sink(text):
+        if not text or sink(text, 2, None):
             return None
         return GenerateChunk(text=text, token_ids=delta.token_ids, usage=Usage(1, 2))
 
@@ -140,7 +146,7 @@ async def test_text_goes_to_its_own_sink_what_that_leaves_to_the_other_and_the_l
     stream, sink = open_stream(), Sink(3)
     texts: list[str] = []
 
-    def take_text(text: str) -> bool:
+    def take_text(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
         if text in ("2", "3"):
             return False
         texts.append(text)
@@ -240,7 +246,7 @@ class Readers:
         return self
 
     def read(self, key: int) -> None:
-        def take(text: str) -> bool:
+        def take(text: str, tokens: int, logprob: TokenLogprob | None) -> bool:
             if self.takes:
                 self.texts[key].append(text)
             return self.takes
@@ -251,7 +257,7 @@ class Readers:
     def step(self, at: float, **tokens: int) -> None:
         """Push `r1=5`: token 5 for the reader 1."""
         keys = [int(name[1:]) for name in tokens]
-        assert push_step(self.streams, keys, [1] * len(keys), [*tokens.values()], at) == []
+        assert push_step(self.streams, keys, [1] * len(keys), [*tokens.values()], (), at) == []
 
     def leave(self) -> None:
         for reading in self.reads:
@@ -281,20 +287,20 @@ async def test_what_a_step_has_beside_single_tokens_of_waiting_readers_is_left_t
     readers.reads[2].cancel()
     await asyncio.sleep(0)
     readers.streams[1].push([2], at=1.0)
-    left = push_step(readers.streams, [0, 1, 2, 9], [1, 1, 1, 1], [5, 6, 8, 9], 1.0)
+    left = push_step(readers.streams, [0, 1, 2, 9], [1, 1, 1, 1], [5, 6, 8, 9], (), 1.0)
     assert left == [(1, slice(1, 2)), (2, slice(2, 3))], "nobody has the last one any more"
     await asyncio.sleep(0)
     assert readers.texts[0] == ["5"]
-    left = push_step(readers.streams, [0, 9, 1], [2, 1, 1], [5, 6, 7, 8], 2.0)
+    left = push_step(readers.streams, [0, 9, 1], [2, 1, 1], [5, 6, 7, 8], (), 2.0)
     assert left == [(0, slice(0, 2)), (1, slice(3, 4))]
-    assert push_step(readers.streams, [0, 1], [1, 0], [5], 2.0) == [(0, slice(0, 1)), (1, slice(1, 1))]
+    assert push_step(readers.streams, [0, 1], [1, 0], [5], (), 2.0) == [(0, slice(0, 1)), (1, slice(1, 1))]
     readers.leave()
 
 
 async def test_steps_of_one_turn_merge_and_an_end_in_that_turn_is_not_lost() -> None:
     readers = await Readers("", "").wait()
     readers.step(1.0, r0=5, r1=6)
-    assert push_step(readers.streams, [0, 1], [1, 1], [8, 9], 2.0) == [(0, slice(0, 1)), (1, slice(1, 2))]
+    assert push_step(readers.streams, [0, 1], [1, 1], [8, 9], (), 2.0) == [(0, slice(0, 1)), (1, slice(1, 2))]
     readers.streams[0].push([8], 2.0)
     readers.streams[1].finish(FinishReason.STOP)
     chunk = await readers.reads[1]
@@ -319,6 +325,22 @@ async def test_what_a_writer_leaves_is_passed_on_with_its_delta_and_what_it_rais
     readers.step(2.0, r0=8)
     chunk = await readers.reads[0]
     assert (chunk.token_ids, chunk.text) == ((8,), "seven"), "what its sink did not take"
+    readers.leave()
+
+
+async def test_logprobs_go_with_their_tokens_whether_those_are_written_left_or_merged() -> None:
+    readers = await Readers("", "", "").wait()
+    scores = [Logprobs(-float(number), [], []) for number in range(5)]
+    assert push_step(readers.streams, [0, 1, 2], [1, 1, 1], [5, 7, 6], [scores[0], None, scores[1]], 1.0) == []
+    readers.streams[2].push([8], 1.0, [scores[2]])
+    await asyncio.sleep(0)
+    assert push_step(readers.streams, [0, 1, 2], [1, 1, 1], [9, 7, 10], [None, scores[3], scores[4]], 2.0) == []
+    await asyncio.sleep(0)
+    assert [builder.scored for builder in readers.builders] == [
+        [(5, scores[0])],
+        [(7, scores[3])],
+        [(6, scores[1]), (8, scores[2]), (10, scores[4])],
+    ]
     readers.leave()
 
 
