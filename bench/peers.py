@@ -196,7 +196,8 @@ class VllmPeer:
 
     def __init__(self, setup: "PeerSetup") -> None:
         # It reads them when it is imported.
-        os.environ.update(_vllm_environment(setup))
+        cores = sorted(os.sched_getaffinity(0))[: setup.threads]
+        os.environ.update(vllm_environment(sys.prefix, cores, setup.folder))
         self._vllm: Any = import_module("vllm")
         self.about = f"vllm {self._vllm.__version__}"
         self._engine = self._vllm.LLM(
@@ -216,13 +217,13 @@ class VllmPeer:
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-def _vllm_environment(setup: "PeerSetup") -> dict[str, str]:
-    cores = sorted(os.sched_getaffinity(0))[: setup.threads]
-    libraries = (*map(str, Path(sys.prefix, "lib").glob("libiomp5.so")), find_library("tcmalloc_minimal"))
+def vllm_environment(prefix: str, cores: Sequence[int], folder: str) -> dict[str, str]:
+    """What vLLM's CPU build is told before it starts: `prefix` is its interpreter's, `folder` has what it keeps."""
+    libraries = (*map(str, Path(prefix, "lib").glob("libiomp5.so")), find_library("tcmalloc_minimal"))
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_CACHE_ROOT": setup.folder,
+        "VLLM_CACHE_ROOT": folder,
         # Its manual has workers load Intel's OpenMP and tcmalloc first, for their speed.
         "LD_PRELOAD": ":".join(filter(None, (*libraries, os.environ.get("LD_PRELOAD")))),
         # Its processes meet at this address, and at no other.

@@ -15,6 +15,13 @@ from charonia.bench.server_process import ServerAddress
 
 _NICENESS = 10
 """Of what sends pictures: it would be another machine."""
+_HEAD = b"""POST /v1/chat/completions HTTP/1.1\r
+host: x\r
+connection: close\r
+content-type: application/json\r
+content-length: %d\r
+\r
+"""
 _LATE_SECONDS = 30.0
 """How long a process may take to end."""
 
@@ -22,8 +29,7 @@ _LATE_SECONDS = 30.0
 async def token_times(place: ServerAddress, body: bytes) -> AsyncIterator[float]:
     """When each chunk of a streamed chat comes, by `time.perf_counter`."""
     reader, writer = await asyncio.open_connection(place.host, place.http_port, limit=1 << 20)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-    writer.write(head % len(body) + body)
+    writer.write(_HEAD % len(body) + body)
     try:
         status = await reader.readline()
         if b" 200 " not in status:

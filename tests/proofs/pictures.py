@@ -103,14 +103,19 @@ class PicturesResult(NamedTuple):
     growth: float
 
 
+def write_checkpoint(directory: Path, shape: SeeingShape) -> Path:
+    """A checkpoint of that shape in `directory`, whose processor leaves pictures as large as they are."""
+    checkpoint = write_seeing(directory, NAME, parts={"text_config": shape.text, "vision_config": shape.eye})
+    settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    (checkpoint / "preprocessor_config.json").write_text(json.dumps(settings | {"size": _PIXELS}))
+    return checkpoint
+
+
 @contextmanager
 def seeing_server(shape: SeeingShape = SMALL) -> Iterator[ServerAddress]:
     """A server with a model that sees."""
     with TemporaryDirectory(prefix="charonia-proof-") as scratch:
-        parts = {"text_config": shape.text, "vision_config": shape.eye}
-        checkpoint = write_seeing(Path(scratch) / "checkpoint", NAME, parts=parts)
-        settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
-        (checkpoint / "preprocessor_config.json").write_text(json.dumps(settings | {"size": _PIXELS}))
+        checkpoint = write_checkpoint(Path(scratch) / "checkpoint", shape)
         parameters = {"max_num_seqs": 64, "kv_cache_bytes": 512 << 20, **shape.parameters}
         write_model(Path(scratch) / "models", NAME, checkpoint, **parameters)
         with own_server("--model-repository", str(Path(scratch) / "models")) as place:
