@@ -1,9 +1,10 @@
 """Checkpoints with random weights, written by transformers: shapes to measure and to compare with, not models. Their
 tokenizers have printable characters, and invented words for all other ids: every token is whole characters.
 
-    python -m charonia.bench.checkpoint DIR [--shape llama-3.2-1b]
+    python -m charonia.bench.checkpoint DIR [--shape llama-3.2-1b] [--w8a8]
 """
 
+import json
 import math
 import string
 from collections.abc import Iterator, Mapping
@@ -161,7 +162,7 @@ def _randomise(name: str, parameter: Any) -> None:
 
 
 @app.default
-def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b") -> None:
+def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b", w8a8: bool = False) -> None:
     """Write a checkpoint of a known model's shape and a tokenizer that fits it; nothing where one is already.
 
     Parameters
@@ -170,12 +171,45 @@ def write_shape(directory: Path, /, *, shape: ShapeName = "qwen2.5-0.5b") -> Non
         Where to; made if need be.
     shape
         Whose shape.
+    w8a8
+        Matrices of layers in int8, by output, and what they multiply token by token: compressed-tensors' w8a8.
     """
 
     if (directory / "tokenizer.json").exists():
         return
     write_random(directory, SHAPES[shape])
+    if w8a8:
+        _quantize(directory)
     write_tokenizer(directory, SHAPES[shape]["vocab_size"])
+
+
+def _quantize(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
+        if "embed_tokens" in name or name == "lm_head.weight" or not name.endswith(".weight"):
+            continue
+        scales = tensors[name].float().abs().amax(1, keepdim=True) / 127
+        tensors[name + "_scale"] = scales.to(tensors[name].dtype)
+        tensors[name] = (tensors[name].float() / scales).round().char()
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel"},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation + "ĠĊ"
