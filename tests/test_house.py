@@ -129,7 +129,7 @@ BUDGETS = {
     "extras/console": 600,
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
-    "bench": 7_470,
+    "bench": 7_500,
     "cli": 2_825,
     "extras/optimizer": 4_050,
     "inprocess": 1_400,
