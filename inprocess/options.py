@@ -38,8 +38,8 @@ _SERVER_OPTIONS = {
 """Those of `ServerOptions` that are not about ports, processes and logs."""
 
 _MODEL_GROUPS = ("repository", "engine", "adapters")
-_ENDPOINTS_ALONE = "host"
-"""A flag of vLLM's that says where to listen."""
+_ENDPOINTS_ALONE = {("host",), ("disable_log_requests",), ("enable_log_requests",)}
+"""Flags of vLLM's that say where to listen, and what is in the log."""
 _NO_OPTIONS = ServeOptions()
 
 _reader = App(help_flags=(), version_flags=())
@@ -108,10 +108,9 @@ def _stray_names(arguments: Mapping[str, Any]) -> Iterator[str]:
     """The arguments that are given, whatever their values, and mean nothing without endpoints."""
     groups = {field.name for field in fields(ServeOptions)} - {*_MODEL_GROUPS}
     path_of = {name: argument.keys for argument in _reader.assemble_argument_collection() for name in argument.names}
-    for name, value in arguments.items():
+    for name in (name for name, value in arguments.items() if value is not None):
         path = path_of[_flag(_TRITON_NAMES.get(name, name))]
-        stray = path[0] in groups and path[-1] not in _SERVER_OPTIONS
-        if value is not None and (stray or path == (_ENDPOINTS_ALONE,)):
+        if path in _ENDPOINTS_ALONE or (path[0] in groups and path[-1] not in _SERVER_OPTIONS):
             yield name
 
 

@@ -297,11 +297,12 @@ def test_the_last_reference_ends_a_server(repository: Path) -> None:
         ({"allow_grpc": False}, "'allow_grpc' is about ports"),
         ({"port": 8000}, "'port' is about ports"),  # what is so by default, too
         ({"host": "127.0.0.1"}, "'host' is about ports"),
+        ({"disable_log_requests": True}, "'disable_log_requests' is about ports"),
         ({"trace_level": "TIMESTAMPS"}, "'trace_config' is about ports"),
         ({"max_num_seqs": 1}, "--max-num-seqs is for a single checkpoint"),
         ({"model_control_mode": "sometimes"}, 'Invalid value "sometimes" for --model-control-mode'),
         ({"num_gpu_blocks_override": 5}, "here: --kv-cache-blocks"),
-        ({}, "nothing to serve"),
+        ({"hf_token": None}, "nothing to serve"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
