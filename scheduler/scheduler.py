@@ -6,7 +6,7 @@ steps, and the seconds they took.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 
 from msgspec.structs import replace
@@ -16,9 +16,10 @@ from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .drafts.speculation import Speculation
+from .drafts.step_drafts import StepDrafts
 from .encoders.encoder_rows import check_spans
 from .events.block_contents import block_contents
-from .plan import ForcedTokens, Proposals, StepPlan, StepResult, StepUpdates
+from .plan import ForcedTokens, StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, SequenceSpec
@@ -57,6 +58,9 @@ class Scheduler:
         self._prefill = make_budget(config)
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
         self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight, config.snapshots)
+        self._drafting = None
+        if speculation is not None:
+            self._drafting = StepDrafts(speculation, self._rows, self._fairness, config.admission == "no_evict")
         self.totals = self._rows.totals
         self._live: dict[int, Sequence] = {}
         self._step = 0
@@ -205,7 +209,7 @@ class Scheduler:
         if self.in_flight > self.config.ahead:
             return None
         parts = self.config, self._rows, self._fairness, self._prefill
-        packer = StepPacker(*parts, self._step, self._elapsed, self.speculation)
+        packer = StepPacker(*parts, self._step, self._elapsed, self._drafting)
         packed = packer.pack()
         if self._waiting.has_runnable:
             self._wait_reason = packer.wait_reason()
@@ -245,11 +249,10 @@ class Scheduler:
             self.totals.count_seconds(self._states(), seconds)
             seconds -= result.proposals.seconds
             self._prefill.observe_step(flight.work, seconds)
-        drafts = self._observe_drafts(flight, result) if flight.drafts else {}
-        speculation = self.speculation if rows.drafting or drafts else None
-        if seconds and speculation is not None and not flight.work.prefill_tokens:
-            drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
-            speculation.costs.observe_step(flight.work.decode_tokens, seconds, drafted, accepted, host_seconds)
+        drafting = self._drafting
+        drafts = drafting.observe(flight, result) if drafting is not None and flight.drafts else {}
+        if seconds and drafting is not None:
+            drafting.observe_time(flight.work, seconds, host_seconds, drafts)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
         ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
         continued = with_forced_tokens(result, forced) if forced else result
@@ -263,8 +266,8 @@ class Scheduler:
             if rows.running[row]:
                 first = int(rows.known[row]) - len(tokens)
                 rows.forced += [(row, position, token) for position, token in enumerate(tokens, first)]
-        if result.proposals.passes:
-            self._take_proposals(result.proposals)
+        if drafting is not None and result.proposals.passes:
+            drafting.take_proposals(result.proposals)
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
@@ -274,27 +277,6 @@ class Scheduler:
             self._end(key)
         rows.release_settled()
         return updates
-
-    def _observe_drafts(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
-        """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
-        paid for as prompt tokens are."""
-        assert self.speculation is not None
-        drafts: dict[int, tuple[int, int]] = {}
-        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
-            if drafted := flight.drafts.get(row, 0):
-                drafts[row] = drafted, count - 1
-                if not self._rows.ended[row]:
-                    self.speculation.observe(self._rows.sequences[row], drafted, count - 1)
-                    self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
-        return drafts
-
-    def _take_proposals(self, proposals: Proposals) -> None:
-        assert self.speculation is not None
-        self.speculation.take_proposals(proposals)
-        tokens = iter(proposals.tokens.tolist())
-        columns = proposals.rows, proposals.positions, proposals.counts
-        for row, position, count in zip(*(column.tolist() for column in columns), strict=True):
-            self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
 
     def _commit_full_blocks(self, flight: InFlightStep) -> None:
         """Make blocks that became full findable, and the states that `flight` kept, hashing generated tokens here,

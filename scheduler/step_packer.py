@@ -13,9 +13,9 @@ import numpy as np
 
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
-from .drafts.speculation import Speculation
+from .drafts.step_drafts import StepDrafts
 from .packed_step import PackedStep
-from .plan import NO_ROWS, IntArray, LongArray, StepPlan
+from .plan import NO_ROWS, LongArray, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
@@ -51,13 +51,13 @@ class StepPacker:
         prefill: PrefillBudget,
         step: int,
         clock: float,
-        speculation: Speculation | None = None,
+        drafting: StepDrafts | None = None,
     ) -> None:
         self._config = config
         self._rows = rows
         self._fairness = fairness
         self._prefill = prefill
-        self._speculation = speculation
+        self._drafting = drafting
         self._step, self._clock = step, clock
         self._cache = rows.cache
         self._waiting = rows.waiting
@@ -82,9 +82,7 @@ class StepPacker:
         packed = PackedStep(self._rows, self._step, self._work, self._counts, self._drafts)
         if not len(packed.rows):
             return None
-        proposals = NO_ROWS
-        if self._speculation is not None and self._speculation.draft_model and self._speculation.asks_draft_model:
-            proposals = self._plan_proposals(self._speculation, packed)
+        proposals = NO_ROWS if self._drafting is None else self._drafting.plan_proposals(packed, self._extend)
         return packed.write(self._admitted_rows, self._appended, proposals)
 
     def wait_reason(self) -> SequenceState:
@@ -125,63 +123,11 @@ class StepPacker:
         self._work = StepWork(tokens, sum(map(mul, computed, rows.scheduled[decoding].tolist())))
         for row in rows.by_seniority((rows.scheduled + counts > rows.capacity).nonzero()[0]):
             self._grow(row)
-        if self._speculation is not None and rows.drafting and self._speculation.is_due(self._step):
-            self._add_drafts(self._speculation)
-
-    def _add_drafts(self, speculation: Speculation) -> None:
-        """Let rows that sample verify drafts too. No other row is preempted for them."""
-        rows = self._rows
-        due = (rows.known >= rows.drafts_from).nonzero()[0]
-        if not len(due):
-            return
-        left = self._budget_left - most_uncut(
-            [*map(rows.sequences.get, rows.prefilling), self._waiting.peek(self._step)]
-        )
-        left = min(left, speculation.most_sampled - rows.num_running - len(self._waiting))
-        if rows.states is not None:
-            left = min(left, rows.states.most_drafts)
-        wanted: dict[int, int] = {}
-        known, counts = rows.known[due], self._counts[due]
-        ready = (counts > 0) & (rows.scheduled[due] + counts == known) & (rows.expected[due] == known)
-        for row in due[ready].tolist():
-            most = self._room_after(row, int(rows.known[row]), min(rows.sequences[row].drafts, left))
-            if most > 0:
-                wanted[row] = most
-                left -= most
-        requests = [(rows.sequences[row], most) for row, most in wanted.items()]
-        proposed = speculation.draft(requests, self._work.decode_tokens, self._step) if requests else []
-        for row, tokens in zip(wanted, proposed, strict=True):
-            rows.drafts_from[row] = rows.sequences[row].drafts_from
-            if drafts := tokens[: self._room_after(row, int(rows.known[row]), len(tokens))]:
+        if self._drafting is not None:
+            for row, drafts in self._drafting.choose(counts, self._budget_left, self._work.decode_tokens, self._step):
                 self._drafts[row] = drafts
-                self._set_count(row, int(self._counts[row]) + len(drafts))
+                self._set_count(row, int(counts[row]) + len(drafts))
                 self._grow(row)
-
-    def _room_after(self, row: int, end: int, most: int) -> int:
-        """How many of `most` tokens after its first `end` ones the row has, or may take, blocks for, the last apart."""
-        rows = self._rows
-        size = self._cache.block_size
-        held = int(self._rows.capacity[row])
-        most = min(most, int(rows.token_limit[row]) - 1 - end)
-        if end + most <= held or self._no_evict:
-            return most
-        spans = self._cache.free_blocks // self._cache.span_blocks
-        return min(most, held - end + size * max(spans - rows.num_running, 0))
-
-    def _plan_proposals(self, speculation: Speculation, packed: PackedStep) -> IntArray:
-        """How many tokens the draft model proposes for each chosen row's next step, which it has blocks for then even
-        if all drafts of this one are right. It goes along with prompts that are half computed."""
-        rows, requests = self._rows, list[tuple[Sequence, int]]()
-        chosen, ends = packed.rows.tolist(), packed.ends.tolist()
-        for row, end in zip(chosen, ends, strict=True):
-            most = min(speculation.most, rows.sequences[row].drafts)
-            requests.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
-        lengths = speculation.propose(requests, len(requests))
-        for index, (row, end) in enumerate(zip(chosen, ends, strict=True)):
-            if packed.samples[index] and lengths[index]:
-                lengths[index] = max(self._room_after(row, end, lengths[index]), 0)
-                self._extend(row, end + lengths[index])
-        return np.array(lengths, np.int32) if any(lengths) else NO_ROWS
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
         """Let rows compute few tokens more than one each where free rows wait for it. Returns what each computes."""

@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_545,
     "tokenization": 4_082,
     "media": 1_530,
-    "scheduler": 2_365,
+    "scheduler": 2_390,
     "engine": 31_407,
     "classic_backends": 8_708,
     "ensembles": 1_200,

@@ -39,10 +39,17 @@ class Loop:
     """A scheduler that speculates over the fake executor, step by step."""
 
     def __init__(
-        self, right: int = RIGHT, most: int = 4, blocks: int = 64, vocab_size: int = 32_000, **config: int
+        self,
+        right: int = RIGHT,
+        most: int = 4,
+        blocks: int = 64,
+        vocab_size: int = 32_000,
+        speculation: Speculation | None = None,
+        **config: int,
     ) -> None:
         self.cache, self.drafter = KVCacheManager(blocks, 4), Counting(right)
-        self.speculation = Speculation({"counting" if most else PREDICTION: self.drafter}, most, vocab_size)
+        drafters = {"counting" if most else PREDICTION: self.drafter}
+        self.speculation = speculation or Speculation(drafters, most, vocab_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),  # type: ignore[arg-type]
             self.cache,
@@ -90,8 +97,8 @@ class Predicting:
 
 def test_each_drafter_has_totals_of_its_own() -> None:
     """The one that a request brings is asked first, and only for that request; the next where it has no guess."""
-    loop = Loop()
-    loop.scheduler.speculation = drafting = Speculation({PREDICTION: Predicting(), "counting": loop.drafter}, 4, 32_000)
+    drafting = Speculation({PREDICTION: Predicting(), "counting": Counting()}, 4, 32_000)
+    loop = Loop(speculation=drafting)
     loop.add(1, prompt=3, new=20, prediction=np.arange(104, 110, dtype=np.int32))
     loop.add(2, prompt=3, new=20)
     loop.add(3, prompt=3, new=20, prediction=np.array([], np.int32))
@@ -334,8 +341,7 @@ def test_a_sequence_without_drafts_hardly_waits_for_those_with() -> None:
 
 def test_drafters_rest_while_drafts_for_many_bring_nothing() -> None:
     speculation, asked = Speculation({"counting": (drafter := Counting(9))}, 4, 32_000), list[int]()
-    loop = Loop(right=9, blocks=2000, max_num_seqs=8, max_model_len=2000)
-    loop.scheduler.speculation = speculation
+    loop = Loop(blocks=2000, speculation=speculation, max_num_seqs=8, max_model_len=2000)
     propose, dear = drafter.propose, True
     drafter.propose = lambda requests: asked.append(len(drafts)) or propose(requests)  # type: ignore[method-assign, func-returns-value]
     for key in range(8):

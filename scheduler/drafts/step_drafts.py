@@ -1,0 +1,113 @@
+"""Drafts in steps: which rows verify how many, what became of them, and what a draft model is to propose next.
+
+The one object that the scheduler asks about drafts, where there is speculation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+
+import numpy as np
+
+from ..packed_step import PackedStep
+from ..plan import NO_ROWS, IntArray, Proposals, StepResult
+from ..prefill_budget import StepWork
+from ..running_set import InFlightStep, RunningSet
+from ..sequence import Sequence, most_uncut
+from ..waiting_queue import Fairness
+from .speculation import Speculation
+
+
+class StepDrafts:
+    """Asks `speculation` for the drafts of `rows`; tokens of wrong drafts are charged to tenants by `fairness`."""
+
+    def __init__(self, speculation: Speculation, rows: RunningSet, fairness: Fairness, no_evict: bool) -> None:
+        self._speculation = speculation
+        self._rows = rows
+        self._fairness = fairness
+        self._no_evict = no_evict
+
+    def choose(self, counts: IntArray, left: int, decoding: int, step: int) -> Iterator[tuple[int, list[int]]]:
+        """The drafts of rows that sample in a `step` in the making, which computes `counts` tokens of each row and has
+        room for `left` more. Each row's blocks are to be taken before the next is asked for: no other row is preempted
+        for drafts."""
+        rows, speculation = self._rows, self._speculation
+        if not (rows.drafting and speculation.is_due(step)):
+            return
+        due = (rows.known >= rows.drafts_from).nonzero()[0]
+        if not len(due):
+            return
+        left -= most_uncut([*map(rows.sequences.get, rows.prefilling), rows.waiting.peek(step)])
+        left = min(left, speculation.most_sampled - rows.num_running - len(rows.waiting))
+        if rows.states is not None:
+            left = min(left, rows.states.most_drafts)
+        wanted: dict[int, int] = {}
+        known, computed = rows.known[due], counts[due]
+        ready = (computed > 0) & (rows.scheduled[due] + computed == known) & (rows.expected[due] == known)
+        for row in due[ready].tolist():
+            most = self._room_after(row, int(rows.known[row]), min(rows.sequences[row].drafts, left))
+            if most > 0:
+                wanted[row] = most
+                left -= most
+        requests = [(rows.sequences[row], most) for row, most in wanted.items()]
+        proposed = speculation.draft(requests, decoding, step) if requests else []
+        for row, tokens in zip(wanted, proposed, strict=True):
+            rows.drafts_from[row] = rows.sequences[row].drafts_from
+            if drafts := tokens[: self._room_after(row, int(rows.known[row]), len(tokens))]:
+                yield row, drafts
+
+    def _room_after(self, row: int, end: int, most: int) -> int:
+        """How many of `most` tokens after its first `end` ones the row has, or may take, blocks for, the last apart."""
+        rows, cache = self._rows, self._rows.cache
+        held = int(rows.capacity[row])
+        most = min(most, int(rows.token_limit[row]) - 1 - end)
+        if end + most <= held or self._no_evict:
+            return most
+        spans = cache.free_blocks // cache.span_blocks
+        return min(most, held - end + cache.block_size * max(spans - rows.num_running, 0))
+
+    def plan_proposals(self, packed: PackedStep, extend: Callable[[int, int], bool]) -> IntArray:
+        """How many tokens the draft model proposes for each chosen row's next step. The row gets blocks for them now,
+        by `extend`, even if all drafts of this step are right. The model goes along with half-computed prompts."""
+        speculation = self._speculation
+        if not (speculation.draft_model and speculation.asks_draft_model):
+            return NO_ROWS
+        rows, requests = self._rows, list[tuple[Sequence, int]]()
+        chosen, ends = packed.rows.tolist(), packed.ends.tolist()
+        for row, end in zip(chosen, ends, strict=True):
+            most = min(speculation.most, rows.sequences[row].drafts)
+            requests.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
+        lengths = speculation.propose(requests, len(requests))
+        for index, (row, end) in enumerate(zip(chosen, ends, strict=True)):
+            if packed.samples[index] and lengths[index]:
+                lengths[index] = max(self._room_after(row, end, lengths[index]), 0)
+                extend(row, end + lengths[index])
+        return np.array(lengths, np.int32) if any(lengths) else NO_ROWS
+
+    def observe(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
+        """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
+        paid for as prompt tokens are."""
+        drafts: dict[int, tuple[int, int]] = {}
+        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
+            if drafted := flight.drafts.get(row, 0):
+                drafts[row] = drafted, count - 1
+                if not self._rows.ended[row]:
+                    self._speculation.observe(self._rows.sequences[row], drafted, count - 1)
+                    self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
+        return drafts
+
+    def observe_time(
+        self, work: StepWork, seconds: float, host_seconds: float, drafts: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """Learn from the time of a step what drafts cost and save; `drafts` as `observe` has them."""
+        if work.prefill_tokens or not (self._rows.drafting or drafts):
+            return
+        drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
+        self._speculation.costs.observe_step(work.decode_tokens, seconds, drafted, accepted, host_seconds)
+
+    def take_proposals(self, proposals: Proposals) -> None:
+        """Keep what the draft model proposes, each with its sequence."""
+        self._speculation.take_proposals(proposals)
+        tokens = iter(proposals.tokens.tolist())
+        columns = proposals.rows, proposals.positions, proposals.counts
+        for row, position, count in zip(*(column.tolist() for column in columns), strict=True):
+            self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
