@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from charonia.processes import child_process, gc_tuning
 from charonia.processes.host import usable_cores
+from tests.cpu_seconds import CpuSeconds
 from tests.side_by_side import SideBySide
 
 # Two shared cores: a deadline per example would test the neighbours.
@@ -72,10 +73,13 @@ SERVERS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--side-by-side", action="store_true", help="run files in several workers, unless some are chosen")
+    parser.addoption("--cpu-seconds", type=Path, metavar="FILE", help="write what each test takes of the processor")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
+    if option.cpu_seconds:
+        config.pluginmanager.register(CpuSeconds(option.cpu_seconds.absolute()), "cpu_seconds")
     some = option.file_or_dir or option.keyword or getattr(option, "lf", False) or option.markexpr != "not proof"
     if option.side_by_side and not some:
         shared = {f"tests/{file}.py": server for server, files in SERVERS.items() for file in files.split()}

@@ -144,7 +144,8 @@ def _temporary(session: pytest.Session) -> TempPathFactory:
 
 
 class _Reports:
-    """In a worker: what happens, for the main process."""
+    """In a worker: what happens, for the main process. That a test was set up, or cleaned up after, is told where
+    durations are asked for."""
 
     def __init__(self, session: pytest.Session, pipe: connection.Connection) -> None:
         self._config, self._pipe = session.config, pipe
@@ -153,8 +154,9 @@ class _Reports:
         self._pipe.send(("start", (nodeid, location)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._pipe.send(("report", data))
+        if report.when == "call" or not report.passed or self._config.option.durations:
+            data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+            self._pipe.send(("report", data))
 
 
 def _run_groups(session: pytest.Session, groups: Sequence[Group], pipe: connection.Connection) -> None:

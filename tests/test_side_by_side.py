@@ -1,5 +1,6 @@
 """Workers that are forks run every test once, say what happened, and never lose one in silence."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 CONFTEST = """
 import pytest
+from tests.cpu_seconds import CpuSeconds
 from tests.side_by_side import SideBySide
 
 def pytest_configure(config):
+    config.pluginmanager.register(CpuSeconds(config.rootpath / "cpu.jsonl"))
     config.pluginmanager.register(SideBySide(2, lambda item: item.nodeid.partition("::")[0]))
 
 @pytest.fixture(scope="session")
@@ -49,6 +52,9 @@ def test_each_runs_once_and_the_failure_is_told_as_ever(folder: Path) -> None:
     assert "said of one" not in said
     assert "not today" in said
     assert [*folder.glob("scratch/[01]/ended")]
+    assert len((folder / "cpu.jsonl").read_text().splitlines()) == 4
+    assert "s of CPU" in said
+    assert re.search(r"\d\.\d test_a\.py\n", said)
 
 
 def test_a_test_whose_process_ends_ends_the_run(folder: Path) -> None:
