@@ -200,6 +200,6 @@ def demo(root: Path, sibling: Callable[[str], ModuleType], tmp_path_factory: pyt
     flags += ["--metrics-names", "vllm", "--log-format", "json"]
     flags += ["--metrics-config=summary_latencies=true", "--metrics-config=histogram_latencies=true"]
     flags += ["--files-dir", str(tmp_path_factory.mktemp("files"))]
-    with sibling("e2e/serving.py").serving(tmp_path_factory.mktemp("d") / "t", *flags, started=True) as server:
+    with sibling("e2e/serving.py").serving(tmp_path_factory.mktemp("d") / "t", *flags) as server:
         yield server
         assert server.stop() == 0, server.said
