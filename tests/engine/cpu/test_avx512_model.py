@@ -19,10 +19,13 @@ from tests.engine.cpu.conftest import ByThreads
 from tests.engine.cpu.test_matmul_grouped import FLOAT4_SHAPES, FORMS, floats_and_codes, form_of, inputs, made
 from tests.engine.cpu.test_tiles import SMALL
 
-pytestmark = pytest.mark.skipif(
-    library.level() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
-    reason="no C extension, no gcc, or another processor's instructions",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        library.level() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
+        reason="no C extension, no gcc, or another processor's instructions",
+    ),
+    *([pytest.mark.proof] if library.level() in ("avx512bf16", "amx") else []),  # the instructions themselves are here
+]
 
 FLAGS = "-shared -fPIC -std=gnu11 -Og -ffp-contract=fast -fopenmp -fvisibility=hidden -Wall -Wno-psabi -Werror"
 SOURCES = (
