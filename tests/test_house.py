@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_082,
     "media": 1_530,
     "scheduler": 2_390,
-    "engine": 31_407,
+    "engine": 31_425,
     "classic_backends": 8_708,
     "ensembles": 1_200,
     "routing": 250,

@@ -16,6 +16,7 @@ from .runtime import TRITON_TYPES, Specialisation, dependent_launch
 def _norm_kernel(
     x,
     delta,
+    before,
     weight,
     out,
     size,
@@ -24,11 +25,13 @@ def _norm_kernel(
     weights,
     eps,
     ADDS: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is stored in x. Row r is head
-    r % heads of token r // heads; heads of a token are adjacent."""
+    """out[row] = norm(x[row] + delta[row]) * weight[head % weights]; with ADDS the sum is stored in x, of NORMED deltas
+    norm(delta[row]) * before in their place. Row r is head r % heads of token r // heads; heads of a token are
+    adjacent."""
     begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -37,13 +40,22 @@ def _norm_kernel(
     at = row // heads * row_stride + head * size + columns
     values = tl.load(x + at, mask=valid, other=0.0)
     if ADDS:
-        values += tl.load(delta + at, mask=valid, other=0.0)
+        change = tl.load(delta + at, mask=valid, other=0.0)
+        if NORMED:
+            change = _normalise(change, before + columns, valid, size, eps)
+        values += change
         tl.store(x + at, values, mask=valid)
+    normal = _normalise(values, weight + head % weights * size + columns, valid, size, eps)
+    tl.store(out + at, normal, mask=valid)
+
+
+@triton.jit
+def _normalise(values, weights, valid, size, eps):
+    """A row's numbers, as they are stored, times the weights that lie at `weights`."""
     wide = values.to(tl.float32)
     rms = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    scale = tl.load(weight + head % weights * size + columns, mask=valid, other=0.0)
-    normal = (wide * rms).to(scale.dtype) * scale
-    tl.store(out + at, normal.to(values.dtype), mask=valid)
+    scale = tl.load(weights, mask=valid, other=0.0)
+    return ((wide * rms).to(scale.dtype) * scale).to(values.dtype)
 
 
 class TritonNorm:
@@ -64,6 +76,12 @@ class TritonNorm:
         """Adds `delta` to x [N, n] in place, and returns the norm of the sum. Both are contiguous."""
         return self._launch(x, delta, torch.empty_like(x), 1)
 
+    def add_normed(self, x: Tensor, delta: Tensor, inner: "TritonNorm") -> Tensor:
+        """`add_and_norm` of inner(delta), in one launch, with the same bits."""
+        if inner._eps != self._eps:
+            return self.add_and_norm(x, inner(delta))
+        return self._launch(x, delta, torch.empty_like(x), 1, inner._weight)
+
     def norm_heads(self, x: Tensor, heads: int) -> None:
         """Normalises the first `heads` of x [N, more heads, n], contiguous, in place."""
         self._launch(x, None, x, heads)
@@ -73,12 +91,13 @@ class TritonNorm:
         part = x.flatten(1)[:, first:]
         self._launch(part, None, part, 1)
 
-    def _launch(self, x: Tensor, delta: Tensor | None, out: Tensor, heads: int) -> Tensor:
-        arguments = x, x if delta is None else delta, self._weight, out
+    def _launch(self, x: Tensor, delta: Tensor | None, out: Tensor, heads: int, before: Tensor | None = None) -> Tensor:
+        weight = self._weight
+        arguments = x, x if delta is None else delta, weight if before is None else before, weight, out
         sizes = self._size, x.stride(0), heads, self._weights, self._eps
         if rows := len(x) * heads:
             plan = plan_rows(self._size) | dependent_launch(x.device)
-            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, **plan)
+            _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, before is not None, **plan)
         return out
 
 
@@ -91,7 +110,8 @@ def plan_rows(size: int) -> dict[str, int]:
 def specialisations() -> Iterator[Specialisation]:
     """Norms of heads, and of hidden states up to 16,384 numbers."""
     for kind in TRITON_TYPES.values():
-        for size, adds in ((128, False), (1024, True), (4096, False), (4096, True), (16384, True)):
-            types = dict.fromkeys(("x", "delta", "weight", "out"), f"*{kind}")
+        forms = (128, False), (1024, True), (4096, False), (4096, True), (16384, True)
+        for size, adds, normed in (*((*form, False) for form in forms), (4096, True, True), (8192, True, True)):
+            types = dict.fromkeys(("x", "delta", "before", "weight", "out"), f"*{kind}")
             types |= dict.fromkeys(("size", "row_stride", "heads", "weights"), "i32") | {"eps": "fp32"}
-            yield Specialisation.of_plan(_norm_kernel, types, plan_rows(size) | {"ADDS": adds})
+            yield Specialisation.of_plan(_norm_kernel, types, plan_rows(size) | {"ADDS": adds, "NORMED": normed})

@@ -86,6 +86,13 @@ def offset_rms_norm(weight: Tensor, eps: float) -> Norm:
     return _fastest_norm(1.0 + weight.float(), eps, weight)
 
 
+def add_normed(norm: Norm, x: Tensor, delta: Tensor, inner: Norm) -> Tensor:
+    """`norm.add_and_norm` of x and inner(delta), by one kernel where there is one."""
+    if isinstance(norm, TorchNorm | FusedNorm) or isinstance(inner, TorchNorm | FusedNorm):
+        return norm.add_and_norm(x, inner(delta))
+    return norm.add_normed(x, delta, inner)
+
+
 def layer_norm(weight: Tensor, bias: Tensor, eps: float) -> WholeNorm:
     if library.supports(weight.dtype, weight.device):
         return FusedNorm(weight.float(), eps, weight.dtype, bias.float())

@@ -12,7 +12,7 @@ from ..checkpoint.weights import WeightLoader
 from ..cpu.op_trace import untraceable_reason
 from ..layers.embed_and_head import build_ends
 from ..layers.mlp import GatedMLP, GatedMLPSpec, MixtureOfExperts
-from ..layers.norm import Norm, divided_rms_norm, rms_norm
+from ..layers.norm import Norm, add_normed, divided_rms_norm, rms_norm
 from ..layers.per_layer_inputs import PerLayerGate, PerLayerInputs
 from ..layers.rotary import Rotary
 from ..layers.self_attention import AttentionProjections, SelfAttention
@@ -79,7 +79,7 @@ class Gemma4DecoderLayer:
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
         inputs = None if self._inputs is None else context.shared(self._inputs, x)
         attended = self._attention(self._before_attention.add_and_norm(x, delta), context)
-        mixed = self._mlp(self._before_mlp.add_and_norm(x, self._after_attention(attended)), context)
+        mixed = self._mlp(add_normed(self._before_mlp, x, attended, self._after_attention), context)
         if self._experts is not None:
             mixed = self._experts(x, mixed, context)
         out = self._after_mlp(mixed)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..cpu.op_trace import Traceable
 from ..layers.mlp import FeedForward
-from ..layers.norm import Norm, WholeNorm
+from ..layers.norm import Norm, WholeNorm, add_normed
 from ..layers.step_context import StepContext
 
 
@@ -79,8 +79,8 @@ class SandwichLayer:
         self.host_bound = mixer.host_bound or mlp.host_bound
 
     def __call__(self, x: Tensor, delta: Tensor, context: StepContext) -> Tensor:
-        mixed = self._after_mixer(self._mixer(self._before_mixer.add_and_norm(x, delta), context))
-        return self._after_mlp(self._mlp(self._before_mlp.add_and_norm(x, mixed), context))
+        mixed = self._mixer(self._before_mixer.add_and_norm(x, delta), context)
+        return self._after_mlp(self._mlp(add_normed(self._before_mlp, x, mixed, self._after_mixer), context))
 
 
 class OnePartLayer:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from charonia.engine.layers.norm import TorchNorm
+from charonia.engine.layers.norm import TorchNorm, add_normed
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -26,6 +26,21 @@ def test_norm_after_a_sum(kernels: dict[str, ModuleType], rows: int, size: int, 
     found = kernels["norm"].TritonNorm(weight[0], 1e-5).add_and_norm(x, delta)
     assert torch.equal(x, expected_sum)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_a_norm_of_what_is_added_has_the_bits_of_two_launches(
+    kernels: dict[str, ModuleType], dtype: torch.dtype, eps: float
+) -> None:
+    """Whatever the dtypes of the weights, which Gemma has in float32, and of one epsilon or two."""
+    x, delta, weight = random(4, 100, dtype=dtype), random(5, 100, dtype=dtype)[:4], random(1, 100, dtype=dtype)[0]
+    norm = kernels["norm"].TritonNorm
+    outer, inner = norm(weight, 1e-5), norm(1.0 + weight.float(), eps)
+    other = x.clone()
+    expected = outer.add_and_norm(other, inner(delta))
+    assert torch.equal(add_normed(outer, x, delta, inner), expected)
+    assert torch.equal(x, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
