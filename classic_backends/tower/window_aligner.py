@@ -64,7 +64,12 @@ class WindowAligner:
         try:
             while batch := self._next_batch():
                 self._batch = batch
-                await self._execute(batch)
+                try:
+                    await self._execute(batch)
+                except Exception as error:
+                    for entry in batch:
+                        if not entry.rows.done():
+                            entry.rows.set_exception(error)
         finally:
             self._runner = None
             for entry in (*self._batch, *self._waiting):
@@ -92,11 +97,6 @@ class WindowAligner:
             execution.cancel()
             self._execution = None
         if execution.cancelled():  # nobody waits any more
-            return
-        if (error := execution.exception()) is not None:
-            for entry in batch:
-                if not entry.rows.done():
-                    entry.rows.set_exception(error)
             return
         begins = np.frombuffer(execution.result(), np.int32).reshape(len(batch), -1)
         for entry, rows in zip(batch, begins.tolist(), strict=True):

@@ -101,6 +101,10 @@ async def test_errors_reach_all_and_the_next_is_computed() -> None:
         with pytest.raises(InvalidArgument):
             await task
     tower.error = None
+    other = window(2)._replace(encoded=EncodedMedium(2, bytes(8), "float32"))  # what one execution can't have together
+    for task in ask(aligner, window(0), other):
+        with pytest.raises(ValueError, match="shape"):
+            await task
     assert await aligner.align(window(1), RequestContext("test")) == [100, 101, 102]
     assert counts(aligner) == (1, 1)
 
