@@ -62,6 +62,8 @@ class MediaSource(msgspec.Struct, frozen=True):
     """Whether the file has the rows that an encoder elsewhere made of it, and not the medium."""
     grid: tuple[int, int, int] = (0, 0, 0)
     """The patches of such rows by time, height and width, if the request says so; zeros otherwise."""
+    width: int = 0
+    """The numbers that each of them must have; 0: any."""
 
 
 class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):

@@ -39,9 +39,9 @@ class EncodedImage(NamedTuple):
     """Its patches by time, height and width, if the file says so."""
 
 
-def read_rows(data: bytes) -> EncodedImage:
-    """The rows of one image. Raises `InvalidArgument` for a pickle, another format or dtype, a file that is broken, and
-    for numbers that are not finite."""
+def read_rows(data: bytes, width: int = 0) -> EncodedImage:
+    """The rows of one image. Raises `InvalidArgument` for a pickle, another format, dtype or `width`, a file that is
+    broken, and for numbers that are not finite."""
     long_header = int.from_bytes(data[:8], "little") > len(data)  # of safetensors, whose first bytes may be a pickle's
     if long_header and data.startswith(_PICKLES):
         raise InvalidArgument("it is a pickle (as torch.save writes), which is never read: send safetensors or .npy")
@@ -49,6 +49,8 @@ def read_rows(data: bytes) -> EncodedImage:
     rows = image.rows.reshape(image.rows.shape[1:]) if image.rows.ndim == 3 and len(image.rows) == 1 else image.rows
     if rows.ndim != 2:
         raise InvalidArgument(f"it must be [rows, width], got {list(image.rows.shape)}")
+    if width and rows.shape[1] != width:
+        raise InvalidArgument(f"its rows have {rows.shape[1]} numbers, and this model's have {width}")
     finite = np.isfinite(rows) if rows.dtype != np.uint16 else (rows & _INFINITE) != _INFINITE
     if not finite.all():
         raise InvalidArgument(f"row {int(np.argmin(finite.all(1)))} has numbers that are not finite")

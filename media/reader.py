@@ -144,7 +144,11 @@ class MediaReader:
         if prepared is not None:
             self._outcomes["cached"] += 1
         elif medium.encoded:
-            prepared = await asyncio.to_thread(_encoded_medium, medium, self.facts[medium.kind], digest, data)
+            self.waiting += 1
+            try:
+                prepared = await asyncio.to_thread(_encoded_medium, medium, self.facts[medium.kind], digest, data)
+            finally:
+                self.waiting -= 1
             self._outcomes["prepared"] += 1
             self._cache.put(prepared)
         else:
@@ -282,7 +286,7 @@ class MediaReader:
 def _encoded_medium(source: MediaSource, facts: MediaFacts, digest: bytes, data: bytes) -> PreparedMedium:
     """What was encoded elsewhere, as it stands in a prompt. Raises `InvalidArgument` by the source's field."""
     try:
-        rows, grid = read_rows(data)
+        rows, grid = read_rows(data, source.width)
         grid = source.grid if any(source.grid) else grid
         if any(grid):
             grid = grid_of_places(grid, len(rows))

@@ -16,6 +16,7 @@ import safetensors.numpy
 from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
 from charonia.core.media import MediaSource, PreparedMedium
 from charonia.core.media_models import MediaConfig
+from charonia.media.encoded_file import read_rows
 from charonia.media.limits import MediaLimits
 from charonia.media.preparing_process import PreparedAnswer, make_answer
 from charonia.media.reader import MediaReader
@@ -66,7 +67,8 @@ async def test_an_image_is_ready_for_the_encoder(reader: MediaReader) -> None:
 
 async def test_preparing_gives_way_to_steps_that_decode(reader: MediaReader) -> None:
     [worker] = reader._running
-    assert os.getpriority(os.PRIO_PROCESS, worker._process._process.pid) == min(os.nice(0) + 15, 19)
+    pid = worker._process._process.pid
+    assert (os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid)) == (os.SCHED_IDLE, 19)
 
 
 async def test_a_content_is_prepared_once_for_each_tenant(reader: MediaReader) -> None:
@@ -112,14 +114,31 @@ async def test_what_was_encoded_elsewhere_has_places_as_an_image_has(reader: Med
     ]
     assert len({medium.digest for medium in (sent, turned, *others)}) == 4
     reader._cache.check_integrity()
-    for data, complaint in (
-        (rows_file(6), "it needs image_grid_thw"),
-        (rows_file(5, **grid), "does not lead to its 5 rows"),
-        (b"PK", "it is a pickle"),
+    for data, width, complaint in (
+        (rows_file(6), 4, "it needs image_grid_thw"),
+        (rows_file(5, **grid), 4, "does not lead to its 5 rows"),
+        (b"PK", 4, "it is a pickle"),
+        (rows_file(6, seed=2, **grid), 6, "its rows have 4 numbers, and this model's have 6"),
     ):
+        before = series(reader)["prepared"]
         with pytest.raises(InvalidArgument, match=complaint) as refusal:
-            await reader.prepare(source(data, encoded=True), context())
+            await reader.prepare(source(data, encoded=True, width=width), context())
         assert refusal.value.field == FIELD
+        assert series(reader)["prepared"] == before, "and not kept"
+
+
+async def test_rows_that_are_read_count_as_waiting(reader: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    read = read_rows
+
+    def read_and_look(*arguments: Any) -> Any:
+        seen.append(reader.waiting)
+        return read(*arguments)
+
+    monkeypatch.setattr("charonia.media.reader.read_rows", read_and_look)
+    grid = {"image_grid_thw": np.array([[1, 4, 6]])}
+    await reader.prepare(source(rows_file(6, seed=3, **grid), encoded=True), context())
+    assert (seen, reader.waiting) == ([1], 0)
 
 
 async def test_what_is_kept_has_a_budget(reader: MediaReader) -> None:
