@@ -11,7 +11,7 @@ from ..core.errors import Internal, InvalidArgument, Unavailable
 from ..core.media import KIND_NOUNS, MediaKind, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..processes.child_process import anonymous_file
-from ..processes.host import NICENESS, PATIENT_NICENESS
+from ..processes.host import LAST_NICENESS, NICENESS
 from ..processes.limited_process import CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from .limits import MediaLimits
 from .preparing_process import PreparedAnswer, copy_arrays, make_answer
@@ -38,7 +38,7 @@ class PreparingWorker:
             self._memory = mmap.mmap(descriptor, size)
             arguments = (checkpoint, limits, descriptor, kinds)
             # A decode step never waits for an image.
-            niceness = PATIENT_NICENESS if "image" in kinds else NICENESS
+            niceness = LAST_NICENESS if "image" in kinds else NICENESS
             self._process = LimitedProcess(
                 "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=niceness
             )

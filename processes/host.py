@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -22,8 +23,9 @@ _libc = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 
-NICENESS, PATIENT_NICENESS = 5, 15
-"""Of processes beside an engine that takes all cores: the first has a quarter of one, the second a thirtieth."""
+NICENESS, PATIENT_NICENESS, LAST_NICENESS = 5, 15, 20
+"""Of processes beside an engine that takes all cores: the first has a quarter of one, the second a thirtieth. The third
+is no niceness: it has what nobody else wants, and what steps leave it, see `patient_work.py`."""
 _THREAD_NICENESS = 10
 """The niceness of threads that give way."""
 
@@ -210,6 +212,15 @@ def computing_seconds(pid: int) -> float | None:
     with suppress(OSError):
         return time.clock_gettime(clock.value)
     return None
+
+
+def lower_process_priority(niceness: int) -> None:
+    """Let this process give way, with the threads that it will start. LAST_NICENESS is Linux' class of idle processes,
+    which all others take a processor from at once; elsewhere it is the highest niceness."""
+    os.nice(niceness)
+    if niceness == LAST_NICENESS and sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def lower_thread_priority(niceness: int = _THREAD_NICENESS) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from .child_process import describe_exit, python_child
-from .host import PATIENT_NICENESS, computing_seconds
+from .host import PATIENT_NICENESS, computing_seconds, lower_process_priority
 
 _START_SECONDS = 60.0
 _LAST_WORDS = 1.0
@@ -130,7 +130,7 @@ class LimitedProcess:
 
 def _serve(make: Callable[..., Answer], arguments: tuple[Any, ...], connection: Connection, niceness: int) -> None:
     answer = make(*arguments)
-    os.nice(niceness)
+    lower_process_priority(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = _address_space()
     connection.send_bytes(b"ready")

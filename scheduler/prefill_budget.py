@@ -21,6 +21,9 @@ CALM_STREAMS = 8
 LONG_PROMPT_SECONDS = 0.6
 """A prompt that takes longer to compute is a long one."""
 
+PATIENT_PART = 0.15
+"""After a step, what only computes between steps has at least such a part of its time."""
+
 SHORT_PROMPT_STEP_SECONDS = 0.18
 """For the sake of short prompts a step may take so long."""
 
@@ -271,6 +274,17 @@ class PrefillBudget:
             work += seconds
             share = max(share, work / left if left > work else 1.0)
         return share
+
+    def patient_seconds(self, work: StepWork, itl_target: float = inf) -> float:
+        """Seconds before a step of this `work` in which what only computes between steps has the processors: with them
+        it takes as long as with prompts that are in time, or a little longer than by itself."""
+        model = self.time_model
+        if not model.calibrated:
+            return 0.0
+        seconds = model.step_seconds(work)
+        alone = model.step_seconds(work._replace(prefill_tokens=0, prefill_context=0)) if work.decode_tokens else 0.0
+        free = min(LEAST_SLOWDOWN * alone, itl_target) - seconds
+        return min(max(free, PATIENT_PART * seconds), LONGEST_STEP_SECONDS)
 
     def note_launched(self, work: StepWork) -> None:
         self._steps_beside_prompts = self._steps_beside_prompts + 1 if work.decode_tokens and work.prefill_tokens else 0

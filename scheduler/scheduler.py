@@ -221,6 +221,13 @@ class Scheduler:
         self._step += 1
         return plan
 
+    def pause_for_patient_work(self) -> float:
+        """Seconds that pass before the plan that was made last is executed, for what only computes between steps."""
+        targets = self._rows.itl_targets.values()
+        seconds = self._prefill.patient_seconds(self._rows.in_flight[-1].work, min(targets, default=inf))
+        self._elapsed += seconds
+        return seconds
+
     @property
     def constrained_rows(self) -> Mapping[int, int]:
         """The keys of constrained sequences, by the row they hold or leave."""

@@ -184,8 +184,9 @@ class Sequence:
         return len(self.spec.prompt) + len(self.outputs)
 
     def has_media_after(self, computed: int) -> bool:
-        """Whether a place of its prompt after so many tokens takes what an encoder has made, as of an image."""
-        return bool(self.spec.embedded) and self.spec.embedded[-1].end > computed
+        """Whether a place of its prompt after so many tokens takes what an encoder has made, as of an image, and was
+        never computed before a preemption."""
+        return bool(self.spec.embedded) and self.spec.embedded[-1].end > max(computed, self.preempted_at)
 
     @property
     def token_limit(self) -> int:

@@ -110,15 +110,15 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_444,
-    "processes": 1_185,
+    "core": 2_445,
+    "processes": 1_222,
     "telemetry": 3_025,
     "kvcache": 1_545,
     "tokenization": 4_082,
-    "media": 1_530,
-    "scheduler": 2_390,
-    "engine": 31_425,
-    "classic_backends": 8_708,
+    "media": 1_536,
+    "scheduler": 2_402,
+    "engine": 31_465,
+    "classic_backends": 8_711,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,

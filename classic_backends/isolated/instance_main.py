@@ -21,7 +21,7 @@ from ...core.errors import CharoniaError, SentError
 from ...core.model import ModelConfig, RawConfig
 from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
-from ...processes.host import NICENESS, release_free_memory
+from ...processes.host import NICENESS, lower_process_priority, release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
@@ -212,7 +212,7 @@ def _connect(connection: Connection, descriptors: tuple[int, int], niceness: int
     # long, and all threads of a language model would wait for one without a core.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
-    os.nice(niceness)
+    lower_process_priority(niceness)
     server = TensorConnection[ToInstance](connection, descriptors, ToInstance)
     LogForwarder(server.send).install(logging.INFO)
     return server

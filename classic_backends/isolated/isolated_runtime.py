@@ -20,7 +20,7 @@ from ...core.model import MemoryNeed, ModelConfig, RawConfig
 from ...core.runtime import Arrays, InstancePlacement, Parameters, Runtime, RuntimeLoader, RuntimeTraits
 from ...processes import gc_tuning
 from ...processes.child_process import anonymous_file, describe_exit, python_child
-from ...processes.host import NICENESS, PATIENT_NICENESS
+from ...processes.host import LAST_NICENESS, NICENESS
 from ...processes.log_forwarding import LogRecordMessage
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
 from .instance_main import (
@@ -254,7 +254,7 @@ ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
 TOWER = IsolatableLoader("charonia.classic_backends.tower.tower_backend:TOWER", ISOLATED, library_bytes=250 << 20)
-PATIENT_TOWER = replace(TOWER, niceness=PATIENT_NICENESS)
+PATIENT_TOWER = replace(TOWER, niceness=LAST_NICENESS)
 """Gives way to steps that decode: what it makes stands in prompts, and is not all that a decoder reads."""
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)
 OPENVINO = IsolatableLoader("charonia.classic_backends.openvino_backend:OPENVINO", completes_in_process=True)

@@ -19,6 +19,7 @@ from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
 from ...core.request_context import RequestContext
 from ...core.runtime import Arrays, Parameters
+from ...processes.patient_work import patient_work
 from ..isolated.isolated_runtime import PATIENT_TOWER, TOWER, IsolatableLoader
 from ..model import ClassicModel
 from .tower_backend import (
@@ -86,7 +87,8 @@ class MediaTower:
 
     async def load(self) -> None:
         self._closing = False
-        await self._model.load()
+        with patient_work.pending():
+            await self._model.load()
 
     async def unload(self) -> None:
         self._closing = True

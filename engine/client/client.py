@@ -17,6 +17,7 @@ from ...core.metrics import DrafterTotals, EngineTotals, SequenceState
 from ...core.model import ReservedMemory
 from ...core.request import FinishReason, GenerateRequest
 from ...processes.host import available_memory, resident_memory_of, usable_cores
+from ...processes.patient_work import patient_work
 from ...scheduler.drafts.speculation import GRAMMAR, PREDICTION
 from ...scheduler.sequence import SequenceSpec
 from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics, sum_totals
@@ -28,6 +29,7 @@ from ..core.messages import (
     AddRequest,
     CoreLoading,
     CoreReady,
+    PatientWorkWaits,
     ReleaseScope,
     RequestRejected,
     RequestUpdates,
@@ -99,6 +101,7 @@ class Replica:
     async def close(self) -> None:
         """Stop the core; streams still open end with `Unavailable`. May be called again."""
         self._closing = True
+        patient_work.remove_listener(self.tell_of_patient_work)
         await self.core.close()
 
     def submit(self, add: AddRequest, stream: TokenStream, expected: ExpectedPrefix) -> None:
@@ -170,6 +173,12 @@ class Replica:
 
     def on_serving(self) -> None:
         self.adapters.on_serving()
+        if patient_work.waits:
+            self.tell_of_patient_work(True)
+
+    def tell_of_patient_work(self, waits: bool) -> None:
+        """See `PatientWorkWaits`."""
+        self.core.send(PatientWorkWaits(waits))
 
     def on_loss(self, error: CharoniaError) -> None:
         self.losses += not self._closing
@@ -270,6 +279,8 @@ class EngineClient:
         )
 
     async def start(self) -> CoreReady:
+        for replica in self.replicas:
+            patient_work.add_listener(replica.tell_of_patient_work)
         info, *_ = await asyncio.gather(*(replica.core.start() for replica in self.replicas))
         self._expected_memory = resident_memory_of(self.pids) + info.cache_bytes * len(self.replicas)
         self._splits = info.splits

@@ -32,6 +32,7 @@ from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
 from ...core.request_context import RequestContext
+from ...processes.patient_work import patient_work
 from ...scheduler.encoders.encoder_rows import EmbeddedSpan, EncoderRows
 from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
@@ -61,13 +62,10 @@ class RowShape(NamedTuple):
         takes."""
         return self.hidden * (1 + self.layers)
 
-    def encoded(self, medium: PreparedMedium, field: str) -> EncodedMedium:
-        """The rows of a medium that was encoded elsewhere. Raises `InvalidArgument` by `field` for another width."""
+    def encoded(self, medium: PreparedMedium) -> EncodedMedium:
+        """The rows of a medium that was encoded elsewhere."""
         rows = medium.inputs[EMBEDS]
-        length, width = rows.shape
-        if width != self.width:
-            message = f"its rows have {width} numbers, and this model's have {self.width}"
-            raise InvalidArgument(f"{field}: {message}", field=field)
+        length = len(rows)
         parts = rows.reshape(length, 1 + self.layers, self.hidden).swapaxes(0, 1)
         return EncodedMedium(length, parts[0].tobytes(), _DTYPES[rows.dtype.name], parts[1:].tobytes())
 
@@ -230,18 +228,16 @@ class ModelMedia:
         if not media or plain is None or services is None or services.preparer is None:
             return plain
         prepared = await self._prepare(services.preparer, media, context)
-        works = [self._encode(*both, context, salt) for both in zip(media, prepared, strict=True)]
-        encoded = await _all(works)
+        works = [self._encode(medium, context, salt) for medium in prepared]
+        with patient_work.pending():
+            encoded = await _all(works)
         return PromptMedia(_text_of(services.preparer, prepared), plain.tokens, prepared, encoded, self._bidirectional)
 
-    async def _encode(
-        self, source: MediaSource, prepared: PreparedMedium, context: RequestContext, salt: str
-    ) -> EncodedMedium:
+    async def _encode(self, prepared: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:
         if EMBEDS not in prepared.inputs:
             return await self.encode(prepared, context, salt)
-        if self._rows is None:
-            raise InvalidArgument(f"{source.field}: this model takes none", field=source.field)
-        return self._rows.encoded(prepared, source.field)
+        assert self._rows is not None
+        return self._rows.encoded(prepared)
 
     async def prepare_sound(
         self, sound: MediaSource, context: RequestContext
@@ -290,8 +286,21 @@ class ModelMedia:
     async def _prepare(
         self, preparer: MediaPreparer, media: Sequence[MediaSource], context: RequestContext
     ) -> list[PreparedMedium]:
-        preparer.check(media)
-        return await _all([preparer.prepare(medium, context) for medium in media])
+        sources = [self._with_width(medium) for medium in media]
+        preparer.check(sources)
+        if not sources:
+            return []
+        with patient_work.pending():
+            return await _all([preparer.prepare(medium, context) for medium in sources])
+
+    def _with_width(self, source: MediaSource) -> MediaSource:
+        """The source, with the width of its rows if it was encoded elsewhere. Raises `InvalidArgument` where none are
+        taken."""
+        if not source.encoded:
+            return source
+        if self._rows is None:
+            raise InvalidArgument(f"{source.field}: this model takes none", field=source.field)
+        return replace(source, width=self._rows.width)
 
 
 class _JointMemory:

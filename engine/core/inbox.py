@@ -26,6 +26,7 @@ from .messages import (
     AdapterReply,
     AddRequest,
     LoadAdapter,
+    PatientWorkWaits,
     ReleaseScope,
     RequestRejected,
     Shutdown,
@@ -81,6 +82,7 @@ InboxItem: TypeAlias = (
     | LoadAdapter
     | UnloadAdapter
     | AdapterReply
+    | PatientWorkWaits
     | Shutdown
     | BaseException
 )

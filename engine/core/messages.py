@@ -67,11 +67,19 @@ class UnloadAdapter(msgspec.Struct, array_like=True, tag="unload_adapter", froze
     digest: str
 
 
+class PatientWorkWaits(msgspec.Struct, array_like=True, tag="patient_work", frozen=True):
+    """Whether processes that only compute between steps have something to do."""
+
+    waits: bool
+
+
 class Shutdown(msgspec.Struct, array_like=True, tag="shutdown", frozen=True):
     """Stop the loop and exit."""
 
 
-ToCore: TypeAlias = AddRequest | AbortRequests | ReleaseScope | LoadAdapter | UnloadAdapter | Shutdown
+ToCore: TypeAlias = (
+    AddRequest | AbortRequests | ReleaseScope | LoadAdapter | UnloadAdapter | PatientWorkWaits | Shutdown
+)
 
 
 def encode_tokens(tokens: Any) -> bytes:

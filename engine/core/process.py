@@ -21,6 +21,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
 from ...processes.child_process import on_parent_death, print_traceback
+from ...processes.host import usable_cores
 from ...processes.log_forwarding import LogForwarder
 from ...processes.private_directory import make_private_directory
 from ...scheduler.config import SchedulerConfig
@@ -167,6 +168,7 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
         vocab_size=capacity.vocab_size,
         events=events,
         encoder=capacity.encoder,
+        leaves_time=not capacity.ahead and _takes_all_processors(config),
     )
     progress.report("warm-up", 0.0)
     warm_up(core)
@@ -226,6 +228,12 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
     guarded.step_seconds = speculation.costs.expected_seconds
     guarded.on_off = speculation.note_off
     return speculation
+
+
+def _takes_all_processors(config: EngineConfig) -> bool:
+    """Whether steps on the host leave no processor to others."""
+    cores = usable_cores()
+    return (config.threads or cores.threads) * config.data_parallel_size >= cores.logical
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

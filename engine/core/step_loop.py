@@ -32,6 +32,7 @@ from .messages import (
     AdapterRefused,
     FromCore,
     LoadAdapter,
+    PatientWorkWaits,
     ReleaseScope,
     RequestRejected,
     RequestUpdates,
@@ -54,6 +55,8 @@ class LaunchedStep(NamedTuple):
     future: StepFuture
     launched_at: float
     """By `time.perf_counter`."""
+    paused: float = 0.0
+    """Seconds before that in which nothing was done."""
 
 
 class EngineCore:
@@ -61,7 +64,8 @@ class EngineCore:
 
     `inbox` takes messages of the server's process, and errors that end the loop, from any thread. `clock`: seconds, for
     timeouts. Without `grammars` there are no constraints. `events`: who is told what the cache holds.
-    `encoder`: what all sequences attend to beside their tokens, if the model has one.
+    `encoder`: what all sequences attend to beside their tokens, if the model has one. `leaves_time`: steps take all
+    processors, and time is left between them while somebody waits for what needs one.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class EngineCore:
         vocab_size: int = 0,
         events: CacheEventRecorder | None = None,
         encoder: EncoderShape | None = None,
+        leaves_time: bool = False,
     ) -> None:
         self.prefix_origins: list[PrefixOrigin] = []
         """What a new request may wait for, one after the other; filled before the loop runs."""
@@ -98,6 +103,8 @@ class EngineCore:
         self._step_seconds = 0.0
         self._landed_at = 0.0
         self._integrity_checked = True
+        self._leaves_time = leaves_time
+        self._patient_work_waits = False
         self._stopping = False
         self._stuck = False  # sequences wait, and none can run before something comes
 
@@ -183,6 +190,8 @@ class EngineCore:
                 case AdapterLoaded() | AdapterRefused():
                     self._adapters.finish_load(item)
                     send(item)
+                case PatientWorkWaits(waits):
+                    self._patient_work_waits = waits and self._leaves_time
                 case Shutdown():
                     self._stopping = True
                 case BaseException():
@@ -236,11 +245,15 @@ class EngineCore:
     def _launch(self) -> None:
         """Execute all plans that may be scheduled before the next result is known."""
         while (plan := self.scheduler.schedule()) is not None:
+            paused = 0.0
+            if self._patient_work_waits:
+                paused = self.scheduler.pause_for_patient_work()
+                time.sleep(paused)
             launched_at = time.perf_counter()
             masks: MaskSource | None = None
             if self._constraints.live:
                 plan, masks = self._constraints.mask_plan(plan, self.scheduler.constrained_rows)
-            self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at))
+            self._launched.append(LaunchedStep(plan, self._executor.execute(plan, masks), launched_at, paused))
             self._integrity_checked = False
         holding = [origin for origin in self.prefix_origins if origin.holds_blocks]
         self._stuck = bool(holding) and not self._launched and self.scheduler.waiting > 0
@@ -260,7 +273,8 @@ class EngineCore:
             if failed:
                 self._failed += failed
                 self._abort([rejected.key for rejected in failed])
-        updates = self.scheduler.apply(result, self._landed_at - began, forced, began - ended_before)
+        host_seconds = max(began - ended_before - launched.paused, 0.0)
+        updates = self.scheduler.apply(result, self._landed_at - began, forced, host_seconds)
         for origin in self.prefix_origins:
             origin.on_updates(updates)
         if updates.finished:

@@ -21,6 +21,7 @@ from charonia.scheduler.prefill_budget import (
     LEAST_SLOWDOWN,
     LONGEST_STEP_SECONDS,
     MIN_CHUNK_TOKENS,
+    PATIENT_PART,
     PrefillBudget,
     StepDemand,
     StepTimeModel,
@@ -122,6 +123,19 @@ def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
         if step % 37 == 0:
             assert together.time_model.step_seconds(work) == one_by_one.step_seconds(work)
     assert together.time_model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))
+
+
+def test_between_steps_there_is_time_for_what_waits_for_processors() -> None:
+    budget = PrefillBudget(PACED)
+    decoding = StepWork(8, 800)
+    assert budget.patient_seconds(decoding) == 0.0, "nothing is known yet"
+    budget.observe_step(decoding, 0.02)
+    alone = budget.time_model.step_seconds(decoding)
+    assert budget.patient_seconds(decoding) == pytest.approx((LEAST_SLOWDOWN - 1) * alone)
+    assert budget.patient_seconds(decoding, itl_target=1.3 * alone) == pytest.approx(0.3 * alone)
+    for work in (decoding._replace(prefill_tokens=512), StepWork(0, 0, 64, 2048)):
+        assert budget.patient_seconds(work) == pytest.approx(PATIENT_PART * budget.time_model.step_seconds(work))
+    assert budget.patient_seconds(StepWork(0, 0, 1 << 20)) == LONGEST_STEP_SECONDS
 
 
 def simulate(

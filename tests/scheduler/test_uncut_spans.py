@@ -1,9 +1,11 @@
 """Places of an image that see one another are computed in one step, however prompts are cut."""
 
+import numpy as np
 import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
+from charonia.scheduler.sequence import Sequence, SequenceSpec
 
 from .test_steps import step, trial
 
@@ -66,3 +68,15 @@ def test_what_can_never_run_is_refused(spans: tuple[EmbeddedSpan, ...], reason: 
     one = trial(budget=8, rows=4)
     with pytest.raises(InvalidArgument, match=reason):
         one.arrive(family=0, prompt=30, new=1, embedded=spans)
+
+
+def test_an_image_is_calm_once() -> None:
+    """What was computed of it before a preemption is hurried as a text is."""
+    spec = SequenceSpec(key=0, prompt=np.zeros(30, np.int32), max_tokens=4, embedded=(image(3, 7), image(12, 10)))
+    sequence = Sequence(spec, 0, 0, 0, [])
+    assert sequence.has_media_after(0)
+    assert not sequence.has_media_after(22)
+    sequence.preempted_at = 20
+    assert sequence.has_media_after(0)
+    sequence.preempted_at = 22
+    assert not sequence.has_media_after(0)

@@ -37,7 +37,8 @@ class Subject:
         yield {"Y": np.array([[os.getpid(), threading.current_thread() is threading.main_thread()]], np.int64)}
 
     def shares(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
-        yield {"Y": np.array([[os.nice(0), int(os.environ.get("GOMP_SPINCOUNT", "-1"))]], np.int64)}
+        spins = int(os.environ.get("GOMP_SPINCOUNT", "-1"))
+        yield {"Y": np.array([[os.nice(0), spins, os.sched_getscheduler(0)]], np.int64)}
 
     def write(self, inputs: Arrays, wanted: Sequence[str]) -> Iterator[Arrays]:
         inputs["X"][...] = 0  # type: ignore[index]

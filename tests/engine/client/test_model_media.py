@@ -19,6 +19,7 @@ from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
 from charonia.engine.client.model_media import ModelMedia, PromptMedia, RowShape
 from charonia.engine.core.messages import AddRequest
+from charonia.processes.patient_work import patient_work
 from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.media_text import MediaText
@@ -135,7 +136,10 @@ async def test_a_model_reads_the_media_of_its_prompts() -> None:
 
 async def test_rows_that_were_encoded_elsewhere_pass_the_encoder_by() -> None:
     class Given(_Parts):
+        widths: list[int] = []
+
         async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+            self.widths.append(source.width)
             numbers = np.arange(12, dtype=np.float16).reshape(2, 6)
             return PreparedMedium("image", b"a", "<i><i>", {EMBEDS: numbers}, (1, 1, 2))
 
@@ -143,17 +147,39 @@ async def test_rows_that_were_encoded_elsewhere_pass_the_encoder_by() -> None:
     media = ModelMedia(MediaServices(parts, parts), rows=RowShape(HIDDEN, layers=2))
     await media.load("m", ignore)
     assert media.row_width == 6
-    read = await media.read(CHAT, RequestContext("chat"), "")
+    chat = Conversation((ChatMessage("user", "", media=(replace(SOURCE, encoded=True),)),))
+    read = await media.read(chat, RequestContext("chat"), "")
     [span] = placed(read, [TOKEN, TOKEN]).spec.embedded
     assert (span.dtype, span.grid) == ("float16", (1, 1, 2))
     assert np.frombuffer(span.rows, np.float16).tolist() == [0, 1, 6, 7]
     assert np.frombuffer(span.deepstack, np.float16).tolist() == [2, 3, 8, 9, 4, 5, 10, 11]
-    for rows, complaint in ((RowShape(4), "its rows have 6 numbers, and this model's have 4"), (None, "takes none")):
-        other = ModelMedia(MediaServices(parts, parts), rows=rows)
-        await other.load("m", ignore)
-        with pytest.raises(InvalidArgument, match=complaint) as refusal:
-            await other.read(CHAT, RequestContext("chat"), "")
-        assert refusal.value.field == SOURCE.field
+    assert parts.widths == [6]
+    other = ModelMedia(MediaServices(parts, parts))
+    await other.load("m", ignore)
+    with pytest.raises(InvalidArgument, match="takes none") as refusal:
+        await other.read(chat, RequestContext("chat"), "")
+    assert refusal.value.field == SOURCE.field
+    assert parts.widths == [6], "before it is prepared"
+
+
+async def test_while_media_wait_listeners_know_it() -> None:
+    seen: list[bool] = []
+
+    class Looking(_Parts):
+        async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
+            seen.append(patient_work.waits)
+            return await super().prepare(source, context)
+
+        async def encode(self, prepared: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
+            seen.append(patient_work.waits)
+            raise InvalidArgument("no")
+
+    parts = Looking()
+    media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
+    with pytest.raises(InvalidArgument, match="no"):
+        await media.read(CHAT, RequestContext("chat"), "")
+    assert (seen, patient_work.waits) == ([True, True], False)
 
 
 async def test_preparing_and_encoding_count_for_a_requests_time() -> None:

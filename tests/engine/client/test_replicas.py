@@ -33,6 +33,7 @@ from charonia.engine.core.messages import (
     RequestRejected,
     RequestUpdates,
 )
+from charonia.processes.patient_work import patient_work
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.plan import StepUpdates
@@ -102,6 +103,22 @@ class Fleet:
         """What replica `at` reports of a step."""
         updates = StepUpdates([], [], [], [], [])._replace(**what)
         self.all[at].on_updates(RequestUpdates(1, updates, EngineLoad()))
+
+
+async def test_all_cores_know_whether_patient_work_waits() -> None:
+    fleet = Fleet()
+    await fleet.client.start()
+    with patient_work.pending():
+        with patient_work.pending():
+            await asyncio.sleep(0)
+        fleet.all[0].on_serving()
+    await asyncio.sleep(0)
+    told = [[message.waits for message in fleet.core(at).sent] for at in (0, 1)]
+    assert told == [[True, True, False], [True, False]]
+    await fleet.client.close()
+    with patient_work.pending():
+        await asyncio.sleep(0)
+    assert len(fleet.core(1).sent) == 2
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from charonia.engine.core.messages import (
     AddRequest,
     EngineLoad,
     FromCore,
+    PatientWorkWaits,
     RequestRejected,
     RequestUpdates,
     Shutdown,
@@ -92,6 +93,7 @@ class Running:
         speculation: Speculation | None = None,
         encoder: EncoderShape | None = None,
         cache_hit_threshold: float = 0.0,
+        leaves_time: bool = False,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=rows,
@@ -104,7 +106,7 @@ class Running:
         self.executor = executor
         self.executor.allocate(BLOCKS)
         scheduler = Scheduler(config, cache, speculation=speculation)
-        self.core = EngineCore(scheduler, cache, executor, clock=clock, encoder=encoder)
+        self.core = EngineCore(scheduler, cache, executor, clock=clock, encoder=encoder, leaves_time=leaves_time)
         self.outbox = Memory()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -166,6 +168,21 @@ def test_one_message_per_step() -> None:
         loop.wait(lambda: len(loop.outbox.finished()) == 4)
     steps = [message.step for message in loop.outbox.updates() if message.updates.keys or message.updates.started]
     assert len(steps) == len(set(steps))
+
+
+@pytest.mark.parametrize("leaves_time", [False, True])
+def test_steps_leave_time_to_what_waits_for_it(leaves_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    pause = Scheduler.pause_for_patient_work
+    monkeypatch.setattr(Scheduler, "pause_for_patient_work", lambda one: pauses.append(pause(one)) or pauses[-1])
+    with Running(Spy(), leaves_time=leaves_time) as loop:
+        for key, waits in enumerate((False, True, False)):
+            before = len(pauses)
+            loop.core.inbox.accept(PatientWorkWaits(waits))
+            loop.add(key, [1], max_tokens=8)
+            loop.wait(lambda: key in loop.outbox.finished())  # noqa: B023
+            assert len(pauses) - before == (8 if waits and leaves_time else 0)
+    assert all(seconds > 0 for seconds in pauses)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
