@@ -118,9 +118,8 @@ class StepBatch:
         groups: int = 1,
     ) -> None:
         """`rows`, `starts` and `counts`, [R], are host numbers; `rows` are lines of `token_ids` int32 [lines,
-        max_tokens], and of `block_ids` int64 [lines, groups * max_blocks], group by group, with anything after the last
-        block of each. `on_device`: buffers of a recorded step, whose numbers change in a replay; `starts` and `counts`
-        are then upper bounds, by which kernels choose grids: of rows that decode, if there may be parts of prompts."""
+        max_tokens], and of `block_ids` int64 [lines, groups * max_blocks], group by group. `on_device`: buffers of a
+        recorded step; kernels then choose their grids by `starts` and `counts` of decoding rows, as upper bounds."""
         self.rows, self.starts, self.counts = (np.ascontiguousarray(x, np.int32) for x in (rows, starts, counts))
         self.token_ids = token_ids
         self.block_ids = block_ids

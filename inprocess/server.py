@@ -46,8 +46,7 @@ class Server:
     """The models of repositories, or of one checkpoint, between `start` and `stop`, a block, or an `async with` block.
 
     It takes the arguments of `charonia serve` but those of ports, processes and logs. Any thread may call its methods;
-    those that wait have an `async_` form. It ends with the program, or with the last reference to it. Errors are
-    `CharoniaError`s.
+    those that wait have an `async_` form. It ends with the last reference to it. Errors are `CharoniaError`s.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:

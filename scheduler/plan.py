@@ -55,8 +55,7 @@ class StepPlan(NamedTuple):
 
     An executor processes plans in the order of `step`, and within one: `closed`, `block_copies` and `state_copies`,
     `new`, `appended`, `forced`, `drafted`, then the rows, with `state_restores` before `state_saves`. It keeps each
-    row's append-only block table and token ids, sampled ones included: a row may be scheduled again before the host has
-    seen its last token.
+    row's blocks and tokens: a row may be scheduled again before the host has seen its last token.
     """
 
     step: int

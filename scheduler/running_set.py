@@ -43,9 +43,9 @@ class InFlightStep(NamedTuple):
 
 
 class RunningSet:
-    """`size` rows over the blocks of `cache`; a sequence keeps its row from admission until it ended or was preempted
-    and nothing of it is in flight. Then row and blocks are freed together, so that a row in a late result always means
-    the sequence it meant when it was planned. A preempted sequence goes back into the `waiting` queue.
+    """`size` rows over the blocks of `cache`. A sequence keeps its row from admission until it has ended or was
+    preempted, and no plan in flight has it. Then its row and blocks are freed together: a row in a late result means
+    the sequence of its plan. A preempted sequence goes back into the `waiting` queue.
 
     The positions of one sequence, cut by its counters:
 

@@ -76,11 +76,10 @@ def load_beside_text(files: TowerFiles, dtype: torch.dtype, device: str) -> tupl
 
 
 class Tower:
-    """A tower and its projector, of images or sounds or both, or an encoder of sounds: rows in the files' dtype,
-    whatever the host computes in.
+    """A tower and its projector, of images or sounds or both, or an encoder of sounds. Its rows have the files' dtype.
 
-    With `together` images of one size, packed patches of any, or windows of sounds are computed at once: on a GPU most
-    kernels are launched in more time than one of them takes. Without, a row never depends on other media.
+    With `together` several images or windows of sounds are computed at once, which keeps a GPU busy. Without, a row
+    never depends on other media.
     """
 
     def __init__(self, files: TowerFiles, device: str, together: bool, load: LoadTower = load_beside_text) -> None:

@@ -97,8 +97,8 @@ class TowerFiles(NamedTuple):
 
 
 def read_tower_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] = ("image",)) -> TowerFiles:
-    """Read the headers of a checkpoint. `dtype`: to compute in; "auto" is the checkpoint's. `kinds`: of the media whose
-    parts are wanted; without any it is an encoder of texts that the engine loads, and what is counted are its numbers.
+    """Read the headers of a checkpoint, and count the parts for these `kinds` of media; without any it is an encoder of
+    texts. `dtype` is computed in; "auto" is the checkpoint's.
 
     Raises:
         Unsupported: its family's media are not served, or its weights are no safetensors.

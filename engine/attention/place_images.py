@@ -1,8 +1,7 @@
-"""Images: the bytes that a rank has in one place of its cache, a block or a state's snapshot, over all its layers, as
-it gives them to a file or a peer, and takes them back.
+"""Images: the bytes that a rank has in one place of its cache, a block or a state's snapshot, over all its layers.
 
-Only ranks of equal model, layout and share can use one: who moves it compares these. What has come is landed, under a
-number, until a plan copies it: see `TierCopy`.
+A file or a peer gets them, and gives them back to ranks of equal model, layout and share. An image that has come is
+landed, under a number, until a plan copies it: see `TierCopy`.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Images and sounds among the tensors of a v2 request, which become media of its prompt.
 
-A model that sees has `image`, whose elements are files, base64 of files or URLs, and `image_pixels`, which holds images
-of one size as they are; one that hears has `audio`, as `image`. What another model has made of images comes as
-`image_embeds`, with `image_grid_thw` where it is of several, or places have positions in three dimensions.
+A model that sees has `image` (files, their base64, or URLs) and `image_pixels` (images of one size); one that hears
+has `audio`. What another model has made of images comes as `image_embeds`, with `image_grid_thw` where there are
+several or positions have three dimensions.
 """
 
 import struct

@@ -1,5 +1,4 @@
-"""Products with floats whose rows have the same bits whatever is beside them, in place of cuBLAS, which chooses by the
-number of rows.
+"""Products with floats, in place of cuBLAS's: a row has the same bits whatever rows are beside it.
 
 Inputs are cut as `input_parts` says; of many rows one program computes all parts. Weights are the tall side of a tile,
 so tensor cores take the same instruction for one row and for thousands. The reference is torch's `linear`.

@@ -149,9 +149,8 @@ def load_rank(
     builder: CheckpointBuilder | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> LoadedRank:
-    """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of its bytes
-    read; `builder` is the checkpoint's, where it is no directory. A stage's ranks, which all choose tokens, must have
-    equally many of torch's threads, and a `clock` that says the same at the same command.
+    """Load this rank's share of the model, in the thread that will compute. `progress` gets the fraction of bytes
+    read. A stage's ranks need equally many of torch's threads, and a `clock` that is the same at the same command.
 
     Raises:
         CheckpointError: a broken or unsupported checkpoint.

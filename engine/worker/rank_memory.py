@@ -23,10 +23,9 @@ def estimate_step_bytes(config: EngineConfig, shape: DecoderShape) -> int:
 def measure_step_bytes(
     config: EngineConfig, context: BuildContext, shape: DecoderShape, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
-    """The bytes of a GPU that the worst step of `runner`, which has this `computer`, takes, and that recorded steps
-    keep: the activations of the largest of them, and what comes out, which all share. Of a split model the worst step
-    is estimated; its ranks call this together. The step's block and states are not counted, and are freed before this
-    returns; the cache is to be allocated anew."""
+    """The bytes of a GPU that the worst step of `runner` takes, and that recorded steps keep: the largest one's
+    activations, and what comes out. The ranks of a split model, whose worst step is estimated, call this together. The
+    step's block and states are not counted; the cache is to be allocated anew."""
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens

@@ -1,7 +1,7 @@
 """Images of blocks and of states as files of a directory that several servers share, and that outlives them.
 
-A file's name is the hash of what it has; it is written aside and renamed. There are no locks: a file that vanishes,
-or whose checksum is wrong, is not there. When all exceed the budget, those used longest ago go.
+A file is written aside, and renamed to the hash of its content. There are no locks: a file that vanishes, or whose
+checksum is wrong, is not there. Beyond the budget those used longest ago are removed.
 """
 
 import os

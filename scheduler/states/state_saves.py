@@ -32,9 +32,8 @@ class StateSave(NamedTuple):
 class StateSaves:
     """The positions of `size` rows, multiples of `block_size`, whose states are to be kept in `states`.
 
-    Of a prompt: its last block's end but for a few tokens, or with them where it would spare too little; the end of
-    what it shares, where that is beyond a snapshot; where it says that others may part; others by `rule`. Of generated
-    text the newest few: conversations go on there.
+    A prompt keeps the end of its last block, but for a few tokens if that spares enough; the end of what it shares
+    beyond a snapshot; the marks of its spec; and others by `rule`. Generated text keeps the newest few.
     """
 
     def __init__(self, size: int, states: StatePool, block_size: int, rule: SnapshotRule) -> None:
