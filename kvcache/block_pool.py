@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .events.cache_events import CacheEvents
 
 _MAKES_ROOM_FIRST = -1
-"""In place of a list's number: what was said not to be wanted again."""
+"""The number of no list: a block that nobody is going to want makes room before all others."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class BlockPool:
         self._last_list = 0
         self._sentinels = [*range(size + lists, size, -1)]
         self._list_of = array("q", [0]) * size
-        """The list that takes a block; 0, and that of one that there is no more, is the usual one."""
+        """The list that takes a block when nobody holds it; 0, and a list that has ended, stand for the usual one."""
         self._events = events
         self.free = size
         self.references = array("i", [0]) * size

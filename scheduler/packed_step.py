@@ -47,8 +47,8 @@ class PackedStep:
     def write(
         self, admitted: Iterable[int], appended: list[tuple[int, int]], proposals: IntArray
     ) -> tuple[StepPlan, InFlightStep]:
-        """Count the step as scheduled. `admitted` rows are new with it; no executor knows yet of the (row, block)
-        pairs in `appended`; a draft model makes `proposals` [R] tokens, or none for anybody."""
+        """Count the step as scheduled. `admitted` rows are new with it; no plan has had the (row, block) pairs in
+        `appended`; a draft model makes `proposals` [R] tokens, or none for anybody."""
         running, rows, samples = self._running, self.rows, self.samples
         appended = [pair for pair in appended if self._counts[pair[0]]]
         num_logits = self._num_logits()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from .config import SchedulerConfig
 
 CALM_SLOWDOWN, LEAST_SLOWDOWN = 2.25, 1.6
-"""For the sake of prompts that are in time, a step takes so many times as long as without them: the first while at most
-CALM_STREAMS decode for each that waits, less with more of them, but no less than the second."""
+"""While no prompt is late, prompts may make a step so many times as long as it is without them: the first factor holds
+up to CALM_STREAMS decoding rows for each prompt that waits; with more rows it falls, down to the second."""
 
 CALM_STREAMS = 8
 
@@ -25,11 +25,11 @@ PATIENT_PART = 0.15
 """After a step, what only computes between steps has at least such a part of its time."""
 
 SHORT_PROMPT_STEP_SECONDS = 0.18
-"""For the sake of short prompts a step may take so long."""
+"""Short prompts may make a step so long."""
 
 LONGEST_STEP_SECONDS, LONGEST_SLOWDOWN = 0.25, 4.0
-"""For the sake of prompts that would be late a step may take so long, or so many times as long as without them; for the
-sake of any where no row decodes, or none that waits for its tokens."""
+"""Prompts that would be late may make a step so long, or so many times as long as without them; any prompt may where no
+row decodes, or none that waits for its tokens."""
 
 IDLE_STEP_SECONDS = 0.125
 """A step in which nothing but a long prompt is computed may take so long: a request that arrives meanwhile waits for

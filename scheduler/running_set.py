@@ -104,7 +104,7 @@ class RunningSet:
         self.scoring = set[int]()  # wants log-probabilities of its prompt
         self.drafting = set[int]()  # may have drafts
         self.constrained: dict[int, int] = {}  # the key of each row whose tokens the host follows
-        self.forced: list[tuple[int, int, int]] = []  # (row, position, token) that the executor was not told of
+        self.forced: list[tuple[int, int, int]] = []  # (row, position, token) that no plan has had yet
         self.itl_targets: dict[int, float] = {}  # seconds between tokens, of rows that want some
         self.adapters: Counter[str] = Counter()  # rows by adapter
         # Of all rows.
@@ -204,7 +204,7 @@ class RunningSet:
         return row
 
     def new_sequence(self, row: int) -> NewSequence:
-        """What an executor is told of the row's sequence when it enters."""
+        """The row's sequence as an executor gets it when it enters."""
         sequence = self.sequences[row]
         spec, sampling = sequence.spec, sequence.spec.sampling
         if not sequence.lacks_prompt_logprobs:

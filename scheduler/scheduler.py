@@ -77,7 +77,7 @@ class Scheduler:
             rows.states.ask_for_fork(sequence, rows.tables, rows.running, rows.scheduled)
 
     def reset_totals(self) -> None:
-        """Let `totals` count anew."""
+        """Let `totals` and those of speculation begin at 0."""
         self.totals = self._rows.totals = EngineTotals()
         if self.speculation is not None:
             self.speculation.reset_totals()
@@ -93,7 +93,7 @@ class Scheduler:
         self._prefill.repeat_observations()
 
     def prompt_seconds(self, tokens: int, context: int) -> float:
-        """Seconds that `tokens` of a prompt take to compute after `context`, as far as steps have told; else `inf`."""
+        """Seconds that `tokens` of a prompt take to compute after `context`; `inf` before any step was timed."""
         model = self._prefill.time_model
         return model.prompt_seconds(tokens, context) if model.calibrated else inf
 
@@ -175,8 +175,8 @@ class Scheduler:
         self._rows.started = [(key, cached) for key, cached in self._rows.started if key in self._live]
 
     def release_scope(self, tenant: str, scope: str) -> None:
-        """What was retained for this scope of a tenant's is not wanted any more, that of sequences included that have
-        just ended; of those that run something may be retained again."""
+        """Retain nothing more of this scope of a tenant's, sequences that have just ended included. Those that run may
+        have something retained again."""
         for row in self._rows.releasing:
             spec = self._rows.sequences[row].spec
             if (

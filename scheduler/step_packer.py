@@ -67,7 +67,7 @@ class StepPacker:
         self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
         self._budget_left = config.max_num_batched_tokens
         self._work = StepWork()  # everything it computes so far
-        self._appended: list[tuple[int, int]] = []  # (row, block) pairs that the executor has not been told of
+        self._appended: list[tuple[int, int]] = []  # (row, block) pairs that no plan has had yet
         self._admitted_rows: list[int] = []  # they left enough blocks for the others: never preempted in the same step
         self._drafts: dict[int, list[int]] = {}  # tokens that rows are to verify
         # No sequence is admitted while a row lacks blocks, or the next one must compute more together than is left.
@@ -130,7 +130,8 @@ class StepPacker:
                 self._grow(row)
 
     def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
-        """Let rows compute few tokens more than one each where free rows wait for it. Returns what each computes."""
+        """Let constrained rows compute few forced tokens where free rows wait for the step. Returns what each row
+        computes."""
         rows = self._rows
         counts = self._counts
         free = max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)

@@ -29,13 +29,13 @@ class CacheEvents(Protocol):
     """Follows a cache; called in the step loop's thread."""
 
     def describe(self, contents: list[BlockContent]) -> None:
-        """The blocks of these hashes are about to be stored; known ones may come again."""
+        """Tell what hashes stand for that are about to be stored; some may have been told before."""
 
     def stored(self, key: bytes, on_host: bool) -> None:
         """The block of this key, see `group_key`, can be found from now on; `on_host`: in the host's memory."""
 
     def removed(self, key: bytes, on_host: bool) -> None:
-        """It can be found there no more."""
+        """The block of this key can be found there no more."""
 
 
 class GroupEvents:
