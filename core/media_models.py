@@ -160,6 +160,8 @@ class MediaFacts(msgspec.Struct, array_like=True, frozen=True):
     are other texts between."""
     gridded: bool = False
     """Whether its places have positions in three dimensions."""
+    patch: int = 0
+    """Pixels along a side of what a grid counts; 0 where no grid tells what is between the rows of a placeholder."""
 
 
 class MediaPreparer(Protocol):

@@ -2,7 +2,9 @@
 unpickled."""
 
 import io
+import struct
 import tokenize
+import zlib
 from collections.abc import Sequence
 from math import isqrt, prod
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -66,6 +68,18 @@ def grid_of_places(grid: Grid, rows: int) -> Grid:
         if side and side * side * rows == prod(grid) and not (height % side or width % side):
             return time, height // side, width // side
     raise InvalidArgument(f"{_GRIDS} {list(grid)} does not lead to its {rows} rows")
+
+
+def blank_image(width: int, height: int) -> bytes:
+    """A black picture, as a file of PNG."""
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes(height * (1 + width)), 1)),
+        (b"IEND", b""),
+    )
+    chunks = (struct.pack(">I", len(data)) + name + data for name, data in parts)
+    ends = (struct.pack(">I", zlib.crc32(name + data)) for name, data in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk + end for chunk, end in zip(chunks, ends, strict=True))
 
 
 def _read_npy(data: bytes) -> EncodedImage:

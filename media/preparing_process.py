@@ -54,12 +54,14 @@ class _KindPart(NamedTuple):
     """Reads a file. Raises `InvalidArgument`."""
     row_text: tuple[str, str, str] | None = None
     gridded: bool = False
+    patch: int = 0
     """As of `MediaFacts`."""
 
     @property
     def facts(self) -> MediaFacts:
         processor = self.processor
-        return MediaFacts(processor.token, processor.token_ids, processor.settings, self.row_text, self.gridded)
+        own = self.row_text, self.gridded, self.patch
+        return MediaFacts(processor.token, processor.token_ids, processor.settings, *own)
 
 
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[MediaKind, ...] = ("image",)) -> Answer:
@@ -108,7 +110,9 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     from .processor import ImageProcessor
 
     processor = ImageProcessor(checkpoint)
-    return _KindPart(processor, lambda data: decode_image(data, limits), processor.row_text(), processor.gridded)
+    row_text = processor.row_text()
+    patch = processor.patch if row_text is None else 0
+    return _KindPart(processor, lambda data: decode_image(data, limits), row_text, processor.gridded, patch)
 
 
 def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:

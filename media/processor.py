@@ -20,6 +20,8 @@ from ..core.regular_files import read_regular
 
 _MAX_CONFIG_BYTES = 8 << 20
 _GRIDS = "image_grid_thw"
+_PATCH = 14
+"""Pixels along a side of a patch where the processor does not say: it scales all sizes of a ratio to one."""
 _SAMPLE_SIDES = (64, 1024)
 """Pixels of images that no processor makes one row of places of: a small one, and one that some cut in tiles."""
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -70,6 +72,10 @@ class ImageProcessor:
         settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
         self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
+        images = processor.image_processor
+        patch = getattr(images, "encoder_patch_size", None) or getattr(images, "patch_size", None)
+        self.patch = int(patch if isinstance(patch, int) else (patch or {}).get("height", _PATCH))
+        """Pixels along a side of a patch."""
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
 
     def row_text(self) -> tuple[str, str, str] | None:

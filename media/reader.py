@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 
+from msgspec.structs import replace
+
 from ..core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
 from ..core.media import EMBEDS, MediaKind, MediaSource, PreparedMedium, plural_nouns
 from ..core.media_models import MediaFacts
 from ..core.metrics import Reading
 from ..core.request_context import RequestContext
-from .encoded_file import grid_of_places, read_rows
+from .encoded_file import blank_image, grid_of_places, read_rows
 from .limits import MediaLimits
 from .prepared_cache import PreparedCache
 from .preparing_worker import PreparingWorker
@@ -146,9 +148,12 @@ class MediaReader:
         elif medium.encoded:
             self.waiting += 1
             try:
-                prepared = await asyncio.to_thread(_encoded_medium, medium, self.facts[medium.kind], digest, data)
+                encoded, grid = await asyncio.to_thread(_encoded_medium, medium, self.facts[medium.kind], digest, data)
             finally:
                 self.waiting -= 1
+            known = self.facts[medium.kind].patch and any(grid)
+            text = await self._text_of_grid(medium, encoded, grid) if known else encoded.placeholder
+            prepared = replace(encoded, placeholder=text)
             self._outcomes["prepared"] += 1
             self._cache.put(prepared)
         else:
@@ -156,6 +161,18 @@ class MediaReader:
         if medium.uuid:
             self._cache.name(salt, medium.uuid, digest)
         return prepared
+
+    async def _text_of_grid(self, source: MediaSource, encoded: PreparedMedium, grid: tuple[int, int, int]) -> str:
+        """What the processor puts in place of an image of this size, with other texts between the rows; empty if it has
+        places for another number of them. Raises `InvalidArgument` for a grid of no image that is taken."""
+        facts, most = self.facts[source.kind], self._limits.config.max_pixels
+        frames, height, width = grid
+        if frames != 1 or min(grid) < 1 or height * width * facts.patch**2 > most:
+            message = f"image_grid_thw {list(grid)} is none of an image of at most {most:,} pixels"
+            raise InvalidArgument(f"{source.field}: {message}", field=source.field)
+        blank = blank_image(width * facts.patch, height * facts.patch)
+        text = (await self._share(_hash((facts.settings, blank)), source, blank)).placeholder
+        return text if text.count(facts.token) == len(encoded.inputs[EMBEDS]) else ""
 
     def _named(self, source: MediaSource, salt: bytes) -> PreparedMedium:
         medium = self._cache.named(salt, source.uuid)
@@ -283,12 +300,15 @@ class MediaReader:
         self._cache.clear()
 
 
-def _encoded_medium(source: MediaSource, facts: MediaFacts, digest: bytes, data: bytes) -> PreparedMedium:
-    """What was encoded elsewhere, as it stands in a prompt. Raises `InvalidArgument` by the source's field."""
+def _encoded_medium(
+    source: MediaSource, facts: MediaFacts, digest: bytes, data: bytes
+) -> tuple[PreparedMedium, tuple[int, int, int]]:
+    """What was encoded elsewhere, as it stands in a prompt, and its grid. Raises `InvalidArgument` by the source's
+    field."""
     try:
         rows, grid = read_rows(data, source.width)
         grid = source.grid if any(source.grid) else grid
-        if any(grid):
+        if any(grid) and not facts.patch:
             grid = grid_of_places(grid, len(rows))
         elif facts.gridded:
             raise InvalidArgument("it needs image_grid_thw, for places of this model's images have three positions")
@@ -296,7 +316,8 @@ def _encoded_medium(source: MediaSource, facts: MediaFacts, digest: bytes, data:
         raise InvalidArgument(f"{source.field}: {error.message}", field=source.field) from error
     begin, row, end = facts.row_text or ("", "", "")
     placeholder = begin + row * len(rows) + end
-    return PreparedMedium(source.kind, digest, placeholder, {EMBEDS: rows}, grid if facts.gridded else (0, 0, 0))
+    medium = PreparedMedium(source.kind, digest, placeholder, {EMBEDS: rows}, grid if facts.gridded else (0, 0, 0))
+    return medium, grid
 
 
 def _hash(parts: Sequence[bytes]) -> bytes:

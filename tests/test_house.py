@@ -110,14 +110,14 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_445,
+    "core": 2_446,
     "processes": 1_222,
     "telemetry": 3_025,
     "kvcache": 1_545,
-    "tokenization": 4_082,
-    "media": 1_536,
+    "tokenization": 4_088,
+    "media": 1_571,
     "scheduler": 2_402,
-    "engine": 31_465,
+    "engine": 31_467,
     "classic_backends": 8_711,
     "ensembles": 1_200,
     "routing": 250,

@@ -74,11 +74,17 @@ def expand_media(text: str, media: MediaText, field: str) -> str:
     for kind, token in media.tokens.items():
         own = [placeholder for of_kind, placeholder in media.placeholders if of_kind == kind]
         if own and not any(own):
+            if field == "messages":
+                message = "rows of an image need the image_grid_thw that leads to them: other texts stand between them"
+                raise InvalidArgument(f"{field}: {message}", field=field)
             continue
         if not all(own):
             message = f"{plural_nouns((kind,))} that come as rows can't stand beside others in prompts of this model"
             raise InvalidArgument(f"{field}: {message}", field=field)
-        if (places := text.count(token)) != len(own):
+        places = text.count(token)
+        if len(own) != places == sum(placeholder.count(token) for placeholder in own):
+            continue  # the prompt has them written out
+        if places != len(own):
             message = f"the prompt has {places} places {token} for {len(own)} {plural_nouns((kind,))}"
             raise InvalidArgument(f"{field}: {message}", field=field)
         left[token] = iter(own)

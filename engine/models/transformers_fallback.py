@@ -248,6 +248,8 @@ def _model_class(config: Any, architecture: str) -> Any:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError("it is an encoder and a decoder")
+    if config.model_type == "phi4_multimodal":
+        raise CheckpointError("its language part has adapters that are chosen by the images and sounds of a prompt")
     if config.get_text_config() is not config:
         raise CheckpointError("it takes more than text")
     if model_class is None:

@@ -54,7 +54,7 @@ UNTRIED = {
     "qwen4_exp": "it takes more than text",
     "qwen4_exp_text": "not tried, for no tiny model is made of it; a checkpoint is checked when it is loaded",
     "reformer": "its attention is by hashes over a whole text",
-    "phi4_multimodal": "it takes more than text",
+    "phi4_multimodal": "its language part has adapters that are chosen by the images and sounds of a prompt",
 }
 """Model types that no tiny model is made of, and why they are not served."""
 

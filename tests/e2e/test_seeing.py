@@ -219,7 +219,36 @@ def test_others_say_what_transformers_says(
 ) -> None:
     with serve_one(tmp_path, name, checkpoints[name]) as running:
         check_answers(running, name, right(name))
+        if name in ("idefics3", "lfm2-vl", "mistral3", "smolvlm"):
+            check_rows(running, name, checkpoints[name])
         assert running.stop() == 0, running.said
+
+
+def check_rows(server: Server, name: str, checkpoint: Path) -> None:
+    """Of a model with texts between an image's rows, that come with the image's grid instead of the image."""
+    side = 14
+    seen = [np.pad(pixels, ((0, -pixels.shape[0] % side), (0, -pixels.shape[1] % side), (0, 0))) for pixels in IMAGES]
+    processor = ImageProcessor(checkpoint)
+    inputs = [processor.process(Image.fromarray(pixels)).inputs for pixels in seen]
+    made = Tower(read_tower_files(checkpoint, "auto"), "cpu", together=False).encode(inputs)
+    files = [base64_of(np.save, medium.rows.numpy()) for medium in made]
+    what, _, beside, _, end = CHAT[0]["content"]
+
+    def chat(*images: dict[str, Any]) -> list[Any]:
+        return [{"role": "user", "content": [what, images[0], beside, images[1], end]}]
+
+    grids = [[1, pixels.shape[0] // side, pixels.shape[1] // side] for pixels in seen]
+    rows = [
+        {"type": "image_embeds", "image_embeds": {"image_embeds": file, "image_grid_thw": grid}}
+        for file, grid in zip(files, grids, strict=True)
+    ]
+    wanted = said(server, name, chat(*map(part, seen)))
+    answer = said(server, name, chat(*rows))
+    assert answer.choices[0].message.content == wanted.choices[0].message.content
+    assert answer.usage.prompt_tokens == wanted.usage.prompt_tokens
+    plain = {"type": "image_embeds", "image_embeds": files[0]}
+    with pytest.raises(openai.BadRequestError, match="rows of an image need the image_grid_thw"):
+        said(server, name, chat(plain, plain))
 
 
 def test_what_is_no_image_is_named(seeing: Server) -> None:

@@ -98,6 +98,26 @@ def rows_file(count: int, seed: int = 0, **others: Any) -> bytes:
     return safetensors.numpy.save({"image_embeds": rows} | others)
 
 
+async def test_a_grid_tells_the_texts_between_rows(tmp_path: Path) -> None:
+    """Which the processor puts between those of an image of its size."""
+    limits = MediaLimits(MediaConfig(processes=1, max_pixels=1 << 20), max_waiting=8, memory=40 << 20, seconds=10)
+    reader = MediaReader(str(write_processor(tmp_path, "pixtral")), limits)
+    await reader.load()
+
+    async def text(rows: int, *grid: int) -> str:
+        medium = source(rows_file(rows, image_grid_thw=np.array([grid])), encoded=True)
+        return (await reader.prepare(medium, context())).placeholder
+
+    assert await text(6, 1, 4, 6) == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+    assert await text(5, 1, 4, 6) == ""
+    for grid in ((1, 4000, 40), (2, 4, 6), (1, 0, 6)):
+        with pytest.raises(InvalidArgument, match=r"image_grid_thw .* is none of an image of at most 1,048,576 pixels"):
+            await text(6, *grid)
+    with pytest.raises(InvalidArgument, match="one side may be at most 200 times the other"):
+        await text(6, 1, 1, 400)
+    await reader.unload()
+
+
 async def test_what_was_encoded_elsewhere_has_places_as_an_image_has(reader: MediaReader) -> None:
     assert (reader.facts["image"].row_text, reader.facts["image"].gridded) == (("", "<|image_pad|>", ""), True)
     grid = {"image_grid_thw": np.array([[1, 4, 6]])}

@@ -149,6 +149,11 @@ def test_the_media_of_a_prompt() -> None:
 def test_a_text_that_has_the_places_itself_is_left_as_it_is() -> None:
     written = MediaText({"image": "<img>"}, (("image", ""), ("image", "")))
     assert expand_media("<img><img>|<img>", written, "prompt") == "<img><img>|<img>"
+    with pytest.raises(InvalidArgument, match="messages: rows of an image need the image_grid_thw"):
+        expand_media("<img>", written, "messages")
+    known = MediaText({"image": "<img>"}, (("image", "<img>|<img>"), ("image", "<img>")))
+    assert expand_media("<img>a<img>", known, "prompt") == "<img>|<img>a<img>"
+    assert expand_media("<img>;<img>a<img>", known, "prompt") == "<img>;<img>a<img>"
     mixed = MediaText({"image": "<img>"}, (("image", ""), ("image", "(1)")))
     with pytest.raises(InvalidArgument, match="prompt: images that come as rows can't stand beside others"):
         expand_media("<img><img>", mixed, "prompt")

@@ -11,7 +11,9 @@ from transformers import AutoModelForImageTextToText
 
 from charonia.core.errors import CharoniaError
 from charonia.engine.build import examine
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.models.image_wrapper import _check_call, check_image_wrapper
+from charonia.engine.models.transformers_fallback import transformers_builder
 from tests.proofs.image_families import write_config
 from tests.seeing_models import write_seeing
 
@@ -54,6 +56,13 @@ def test_a_language_part_may_be_given_rows_alone(inputs: dict[str, Any], reason:
     _check_call([{"inputs_embeds": wanted, "position_ids": torch.arange(4)[None], "use_cache": False}], wanted)
     with pytest.raises(CharoniaError, match=reason):
         _check_call([{"inputs_embeds": wanted, **inputs}], wanted)
+
+
+def test_phi_4_s_adapters_are_the_reason(tmp_path: Path) -> None:
+    config = {"model_type": "phi4_multimodal", "architectures": ["Phi4MultimodalForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CharoniaError, match="chosen by the images and sounds of a prompt"):
+        transformers_builder(open_checkpoint(tmp_path))
 
 
 def test_a_checkpoint_is_tried_before_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
