@@ -7,14 +7,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from cyclopts import App
+from cyclopts.argument import Argument, ArgumentCollection
 from hypothesis import settings
 
+from charonia.cli.serve_command import serve_command
+from charonia.inprocess.options import _reader
 from charonia.processes import child_process, gc_tuning
 from charonia.processes.host import usable_cores
 from tests.cpu_seconds import CpuSeconds
@@ -127,6 +132,30 @@ def frozen_imports() -> Iterator[None]:
     collect = partial(gc_tuning.collect_and_freeze, frozen_too=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc_tuning, "collect_and_freeze", collect)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_flags() -> Iterator[None]:
+    """What the parser makes of all options of a server whenever it reads some, for a command or a program, it makes
+    once."""
+    kept = {id(app): list[Argument]() for app in (serve_command, _reader)}
+    assemble = App.assemble_argument_collection
+
+    def assembled(asked: App, **options: Any) -> ArgumentCollection:
+        if id(asked) not in kept or options:
+            return assemble(asked, **options)
+        flags = kept[id(asked)]
+        if not flags:
+            flags.extend(assemble(asked))
+        fresh = {id(flag): copy(flag) for flag in flags}
+        for flag in fresh.values():
+            flag.tokens = []
+            flag.children = ArgumentCollection(fresh[id(child)] for child in flag.children)
+        return ArgumentCollection(fresh.values())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(App, "assemble_argument_collection", assembled)
         yield
 
 
