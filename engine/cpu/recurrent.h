@@ -65,10 +65,10 @@ typedef struct {
 } RecurrenceCall;
 
 /* Mamba's first selective scan (arXiv 2312.00752): for each channel `size` numbers S, each with a decay of its own. With
-   dt = softplus(its step + bias): S = exp(rate dt) S + B dt x, and out = C S + skip x. Lines of `pairs` have B from column
-   `keys` on, and C behind it. */
+   dt = softplus(its step + bias): S = exp(rate dt) S + B dt x, and out = C S + skip x. Lines of `pairs` have B, and C
+   behind it. */
 typedef struct {
-    int64_t channels, size, keys;
+    int64_t channels, size;
     const float *rates, *bias, *skip; /* [size][channels], [channels] */
     int32_t kind;                     /* of all lines and results */
 } ChannelScan;

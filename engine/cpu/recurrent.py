@@ -64,7 +64,7 @@ class RecurrenceStruct(ctypes.Structure):
 class ChannelScanStruct(ctypes.Structure):
     """`ChannelScan` of recurrent.h."""
 
-    _fields_ = struct_fields("l channels size keys", "p rates bias skip", "i kind")
+    _fields_ = struct_fields("l channels size", "p rates bias skip", "i kind")
 
 
 class HeadGateStruct(ctypes.Structure):
@@ -219,20 +219,19 @@ class ChannelScan:
 
     untraceable: str | None = None
 
-    def __init__(self, steps: ScanSteps, pairs: int, dtype: torch.dtype) -> None:
-        """`steps`: rates [size, channels], bias and skip [channels], without bounds. B, [size], begins at column
-        `pairs` of its lines, and C behind it."""
+    def __init__(self, steps: ScanSteps, dtype: torch.dtype) -> None:
+        """`steps`: rates [size, channels], bias and skip [channels], without bounds."""
         self._kept = rates, bias, skip = steps.rates.contiguous(), steps.bias, steps.skip
         assert skip is not None, "what goes past the state is multiplied with something"
         addresses = rates.data_ptr(), bias.data_ptr(), skip.data_ptr()
         size, channels = rates.shape
-        self._struct = ChannelScanStruct(channels, size, pairs, *addresses, library.DTYPE_CODES[dtype])
+        self._struct = ChannelScanStruct(channels, size, *addresses, library.DTYPE_CODES[dtype])
         self._scan = library.bind_function("charonia_scan_channels")
 
     def __call__(
         self, x: TensorOrSymbol, pairs: TensorOrSymbol, steps: TensorOrSymbol, layer: int, slots: StepSlots | None
     ) -> TensorOrSymbol:
-        """x and steps [N, channels], and pairs [N, width] with B and C -> [N, channels]; changes the matrices of
+        """x and steps [N, channels], and pairs [N, 2 * size], B and then C -> [N, channels]; changes the matrices of
         `layer`. Symbolic ones need no slots."""
         if isinstance(x, SymbolicTensor):
             sizes = {"layer": layer, "stride": pairs.width, "size": x.width}

@@ -217,8 +217,8 @@ static survey *const surveys[LEVELS] = ALL_LEVELS(survey);
 
 /* normalisers [rows] = the logarithm of the sum of the exponentials of each row's n logits, float32; ranks [rows] = how
    many tokens are likelier than the row's token, and 1. A row's are the same whatever rows are beside it. */
-EXPORT void charonia_rank_tokens(const float *logits, const int64_t *tokens, double *normalisers, int64_t *ranks, int64_t rows,
-                           int64_t stride, int64_t n)
+EXPORT void charonia_rank_tokens(const float *logits, const int64_t *tokens, double *normalisers, int64_t *ranks,
+                                 int64_t rows, int64_t stride, int64_t n)
 {
     const int kind = F32;
     FOR_LOGITS({

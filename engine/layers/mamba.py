@@ -100,7 +100,7 @@ def build_channel_scan(loader: WeightLoader, number: int, steps: ScanSteps) -> S
     """For each token dt = softplus(step + bias), S *= exp(rate * dt), S += B (dt x), and the result is C^T S + skip x:
     rates are [size, channels]."""
     if library.supports(loader.dtype, loader.device) and len(steps.rates) <= MAX_KEY_SIZE:
-        return StateChannelScan(number, ChannelScan(steps, 0, loader.dtype))
+        return StateChannelScan(number, ChannelScan(steps, loader.dtype))
     return StateChannelScan(number, TorchChannelScan(steps))
 
 

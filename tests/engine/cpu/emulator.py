@@ -187,7 +187,7 @@ def attach_all(memory: Memory, name: str, a: list[int]) -> None:
             line = 4 * scan.channels
             memory.attach_parts(0, scan, rates=scan.size * line, bias=line, skip=line)
             tokens, slots = memory.attach_step(StepStruct.from_address(a[1]), MovesStruct.from_address(a[2]))
-            width, pairs = WIDTHS[scan.kind], (tokens - 1) * a[6] + scan.keys + 2 * scan.size
+            width, pairs = WIDTHS[scan.kind], (tokens - 1) * a[6] + 2 * scan.size
             lines = tokens * scan.channels * width
             attach(a3=lines, a5=pairs * width, a7=lines, a9=slots * scan.size * scan.channels * 4, a10=lines)
         case "charonia_argmax":

@@ -174,9 +174,9 @@ class ChannelScanned:
     def __init__(self, channels: int, size: int, dtype: torch.dtype) -> None:
         self.channels = channels
         self.rates, self.bias, self.skip = -random(size, channels).exp(), random(channels), random(channels, seed=1)
-        self._layer = ChannelScan(ScanSteps(self.rates, self.bias, self.skip), 3, dtype)
+        self._layer = ChannelScan(ScanSteps(self.rates, self.bias, self.skip), dtype)
         self.state = torch.full((SLOTS, 1, size, channels), float("nan"))
-        self.inputs = random(150, 2 * channels + 3 + 2 * size, dtype=dtype)
+        self.inputs = random(150, 2 * channels + 2 * size, dtype=dtype)
 
     def compute(self, x: Tensor, slots: StepSlots) -> Tensor:
         values, steps = x[:, : self.channels].contiguous(), (10 * x[:, self.channels : 2 * self.channels]).contiguous()
@@ -184,7 +184,7 @@ class ChannelScanned:
 
     def exact(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.double()
-        values, pairs = wide[:, : self.channels], wide[:, 2 * self.channels + 3 :]
+        values, pairs = wide[:, : self.channels], wide[:, 2 * self.channels :]
         steps = (10 * x[:, self.channels : 2 * self.channels]).double()
         dt = F.softplus(steps + self.bias.double())
         state = torch.zeros(self.rates.shape, dtype=torch.float64)
