@@ -17,6 +17,7 @@ from ..core.media import EMBEDS, MediaKind, MediaSource, PreparedMedium, plural_
 from ..core.media_models import MediaFacts
 from ..core.metrics import Reading
 from ..core.request_context import RequestContext
+from ..processes.patient_work import patient_work
 from .encoded_file import blank_image, grid_of_places, read_rows
 from .limits import MediaLimits
 from .prepared_cache import PreparedCache
@@ -72,6 +73,7 @@ class MediaReader:
     ) -> None:
         config = limits.config
         self._kinds = kinds
+        self._patient = "image" in kinds  # as the processes of a `PreparingWorker`
         self._checkpoint, self._limits, self._files = checkpoint, limits, files or MediaFiles(limits)
         self._threads = ThreadPoolExecutor(config.processes, "media-prepare")
         self._places = asyncio.Semaphore(config.processes)
@@ -102,7 +104,8 @@ class MediaReader:
         """Return when media can be prepared. Raises `InvalidArgument` for a checkpoint whose media can't be, and
         `Unavailable`."""
         try:
-            self._facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._start_first)
+            with patient_work.pending(self._patient):
+                self._facts = await asyncio.get_running_loop().run_in_executor(self._threads, self._start_first)
         except BaseException:
             await self.unload()
             raise
@@ -170,7 +173,7 @@ class MediaReader:
         if frames != 1 or min(grid) < 1 or height * width * facts.patch**2 > most:
             message = f"image_grid_thw {list(grid)} is none of an image of at most {most:,} pixels"
             raise InvalidArgument(f"{source.field}: {message}", field=source.field)
-        blank = blank_image(width * facts.patch, height * facts.patch)
+        blank = await asyncio.to_thread(blank_image, width * facts.patch, height * facts.patch)
         text = (await self._share(_hash((facts.settings, blank)), source, blank)).placeholder
         return text if text.count(facts.token) == len(encoded.inputs[EMBEDS]) else ""
 
@@ -215,7 +218,8 @@ class MediaReader:
             raise Unavailable("the model is being unloaded") from error
         call.add_done_callback(self._release)
         try:
-            medium = await asyncio.shield(call)
+            with patient_work.pending(self._patient):
+                medium = await asyncio.shield(call)
         except asyncio.CancelledError:
             loop.call_later(_GRACE, job.abandon)
             raise

@@ -28,13 +28,13 @@ class PatientWork:
         self._listeners.pop(listener, None)
 
     @contextmanager
-    def pending(self) -> Iterator[None]:
-        """Somebody waits within the block."""
-        self._count(1)
+    def pending(self, patient: bool = True) -> Iterator[None]:
+        """Somebody waits within the block, if it is for such a `patient` process."""
+        self._count(int(patient))
         try:
             yield
         finally:
-            self._count(-1)
+            self._count(-int(patient))
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -72,6 +72,7 @@ class MediaTower:
         config = tower_config(name, version, files, spec.gpu, parameters)
         loader: IsolatableLoader = TOWER if spec.own_encoder else PATIENT_TOWER
         self._model = ClassicModel(config, loader, directory)
+        self._patient = loader is PATIENT_TOWER
         self._dtype = files.dtype
         self._spec = spec
         weights = loader.needs(directory, config.raw, config.parameters)
@@ -87,7 +88,7 @@ class MediaTower:
 
     async def load(self) -> None:
         self._closing = False
-        with patient_work.pending():
+        with patient_work.pending(self._patient):
             await self._model.load()
 
     async def unload(self) -> None:
@@ -135,7 +136,8 @@ class MediaTower:
     async def _encode(self, medium: Encodable, key: MediumKey, context: RequestContext) -> EncodedMedium:
         try:
             began = time.monotonic()
-            outputs = await self._outputs(medium.inputs, context)
+            with patient_work.pending(self._patient):
+                outputs = await self._outputs(medium.inputs, context)
             encoded = EncodedMedium(int(outputs[LENGTH]), outputs[ROWS], self._dtype, outputs[DEEPSTACK])
             self._encoded += 1
             self._seconds += time.monotonic() - began

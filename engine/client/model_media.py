@@ -32,7 +32,6 @@ from ...core.metrics import Reading
 from ...core.model import MemoryHolder, ReservedMemory
 from ...core.request import Conversation, Prompt, prompt_media
 from ...core.request_context import RequestContext
-from ...processes.patient_work import patient_work
 from ...scheduler.encoders.encoder_rows import EmbeddedSpan, EncoderRows
 from ...tokenization.media_text import MediaText
 from ..core.messages import AddRequest
@@ -229,8 +228,7 @@ class ModelMedia:
             return plain
         prepared = await self._prepare(services.preparer, media, context)
         works = [self._encode(medium, context, salt) for medium in prepared]
-        with patient_work.pending():
-            encoded = await _all(works)
+        encoded = await _all(works)
         return PromptMedia(_text_of(services.preparer, prepared), plain.tokens, prepared, encoded, self._bidirectional)
 
     async def _encode(self, prepared: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:
@@ -288,10 +286,7 @@ class ModelMedia:
     ) -> list[PreparedMedium]:
         sources = [self._with_width(medium) for medium in media]
         preparer.check(sources)
-        if not sources:
-            return []
-        with patient_work.pending():
-            return await _all([preparer.prepare(medium, context) for medium in sources])
+        return await _all([preparer.prepare(medium, context) for medium in sources])
 
     def _with_width(self, source: MediaSource) -> MediaSource:
         """The source, with the width of its rows if it was encoded elsewhere. Raises `InvalidArgument` where none are

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import safetensors.numpy
 from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
 from charonia.core.media import MediaSource, PreparedMedium
 from charonia.core.media_models import MediaConfig
-from charonia.media.encoded_file import read_rows
+from charonia.media.encoded_file import blank_image, read_rows
 from charonia.media.limits import MediaLimits
 from charonia.media.preparing_process import PreparedAnswer, make_answer
 from charonia.media.reader import MediaReader
 from charonia.processes.child_process import anonymous_file
+from charonia.processes.patient_work import patient_work
 
 from ..image_processors import write_processor
 from ..waiting import until
@@ -98,11 +100,17 @@ def rows_file(count: int, seed: int = 0, **others: Any) -> bytes:
     return safetensors.numpy.save({"image_embeds": rows} | others)
 
 
-async def test_a_grid_tells_the_texts_between_rows(tmp_path: Path) -> None:
+async def test_a_grid_tells_the_texts_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the processor puts between those of an image of its size."""
     limits = MediaLimits(MediaConfig(processes=1, max_pixels=1 << 20), max_waiting=8, memory=40 << 20, seconds=10)
     reader = MediaReader(str(write_processor(tmp_path, "pixtral")), limits)
     await reader.load()
+
+    def make_blank(*size: int) -> bytes:
+        assert threading.current_thread() is not threading.main_thread(), "a large one takes the loop's time"
+        return blank_image(*size)
+
+    monkeypatch.setattr("charonia.media.reader.blank_image", make_blank)
 
     async def text(rows: int, *grid: int) -> str:
         medium = source(rows_file(rows, image_grid_thw=np.array([grid])), encoded=True)
@@ -159,6 +167,29 @@ async def test_rows_that_are_read_count_as_waiting(reader: MediaReader, monkeypa
     grid = {"image_grid_thw": np.array([[1, 4, 6]])}
     await reader.prepare(source(rows_file(6, seed=3, **grid), encoded=True), context())
     assert (seen, reader.waiting) == ([1], 0)
+
+
+async def test_steps_leave_time_for_preparing_and_not_for_fetching(
+    reader: MediaReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that comes slowly needs no processor."""
+    seen: list[bool] = []
+
+    async def read_and_look(medium: MediaSource) -> bytes:
+        seen.append(patient_work.waits)
+        return medium.data
+
+    def run_and_look(job: Any) -> PreparedMedium:
+        seen.append(patient_work.waits)
+        return run(job)
+
+    run = reader._run
+    monkeypatch.setattr(reader._files, "read", read_and_look)
+    monkeypatch.setattr(reader, "_run", run_and_look)
+    await reader.prepare(source(file_of(picture(91, 50))), context())
+    with pytest.raises(InvalidArgument):
+        await reader.prepare(source(b"no image"), context())
+    assert (seen, patient_work.waits) == ([False, True] * 2, False)
 
 
 async def test_what_is_kept_has_a_budget(reader: MediaReader) -> None:

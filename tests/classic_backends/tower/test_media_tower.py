@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from charonia.core.errors import InvalidArgument, Unavailable
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import EncodedMedium, TowerSpec
 from charonia.core.request_context import RequestContext
+from charonia.processes.patient_work import patient_work
 from tests.seeing_models import write_seeing
 
 ROW_BYTES = 4 * 64 * 4
@@ -83,6 +85,23 @@ async def test_images_are_computed_once_for_each_content_tenant_and_salt(llava: 
         assert (found["images_total"], found["shared_total"], found["cache_hits_total"]) == (3, 1, 1)
         assert (found["cache_queries_total"], found["cache_bytes"]) == (5, 3 * ROW_BYTES)
         assert found["running"] == 0
+
+
+async def test_steps_leave_time_for_what_is_computed_alone(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    async with tower(llava) as made:
+        outputs = made._outputs
+
+        async def compute_and_look(*arguments: Any) -> Any:
+            seen.append(patient_work.waits)
+            return await outputs(*arguments)
+
+        monkeypatch.setattr(made, "_outputs", compute_and_look)
+        for size in (28, 28, 27):
+            with suppress(InvalidArgument):
+                await made.encode(medium(size, size), context())
+            seen.append(patient_work.waits)
+    assert seen == [True, False, False, True, False], "the second one is kept, and the last one refused"
 
 
 async def test_tenants_share_if_the_operator_says_so(llava: Path) -> None:

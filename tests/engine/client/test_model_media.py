@@ -19,7 +19,6 @@ from charonia.core.request import ChatMessage, Conversation
 from charonia.core.request_context import RequestContext
 from charonia.engine.client.model_media import ModelMedia, PromptMedia, RowShape
 from charonia.engine.core.messages import AddRequest
-from charonia.processes.patient_work import patient_work
 from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.tokenization.media_text import MediaText
@@ -160,26 +159,6 @@ async def test_rows_that_were_encoded_elsewhere_pass_the_encoder_by() -> None:
         await other.read(chat, RequestContext("chat"), "")
     assert refusal.value.field == SOURCE.field
     assert parts.widths == [6], "before it is prepared"
-
-
-async def test_while_media_wait_listeners_know_it() -> None:
-    seen: list[bool] = []
-
-    class Looking(_Parts):
-        async def prepare(self, source: MediaSource, context: RequestContext) -> PreparedMedium:
-            seen.append(patient_work.waits)
-            return await super().prepare(source, context)
-
-        async def encode(self, prepared: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
-            seen.append(patient_work.waits)
-            raise InvalidArgument("no")
-
-    parts = Looking()
-    media = ModelMedia(MediaServices(parts, parts))
-    await media.load("m", ignore)
-    with pytest.raises(InvalidArgument, match="no"):
-        await media.read(CHAT, RequestContext("chat"), "")
-    assert (seen, patient_work.waits) == ([True, True], False)
 
 
 async def test_preparing_and_encoding_count_for_a_requests_time() -> None:
