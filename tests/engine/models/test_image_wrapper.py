@@ -65,6 +65,17 @@ def test_phi_4_s_adapters_are_the_reason(tmp_path: Path) -> None:
         transformers_builder(open_checkpoint(tmp_path))
 
 
+@pytest.mark.parametrize("hidden", [0, "many"])
+def test_a_config_that_no_class_takes_is_the_checkpoints_fault(tmp_path: Path, hidden: object) -> None:
+    """Whatever the library raises for it."""
+    architecture = write_config(tmp_path, "llava_onevision")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["hidden_size"] = hidden
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CharoniaError, match="is not supported: transformers cannot make it: "):
+        check_image_wrapper(tmp_path, architecture)
+
+
 def test_a_checkpoint_is_tried_before_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose class does more than that is refused as a whole: its texts may be other ones, too."""
     directory = write_seeing(tmp_path, "vipllava")
