@@ -58,6 +58,10 @@ def _normalise(values, weights, valid, size, eps):
     return ((wide * rms).to(scale.dtype) * scale).to(values.dtype)
 
 
+_UNFUSED = {"enable_fp_fusion": False}
+"""Else the product with the inner norm's weights and the sum behind it are rounded once, and not as by two launches."""
+
+
 class TritonNorm:
     """x [N, n] -> x / rms(x) * weight [N, n], in x's dtype; `weight` [n], or [heads, n] for x [N, heads, n], in the
     dtype in which it is multiplied."""
@@ -96,7 +100,7 @@ class TritonNorm:
         arguments = x, x if delta is None else delta, weight if before is None else before, weight, out
         sizes = self._size, x.stride(0), heads, self._weights, self._eps
         if rows := len(x) * heads:
-            plan = plan_rows(self._size) | dependent_launch(x.device)
+            plan = plan_rows(self._size) | _UNFUSED | dependent_launch(x.device)
             _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, before is not None, **plan)
         return out
 
@@ -114,4 +118,5 @@ def specialisations() -> Iterator[Specialisation]:
         for size, adds, normed in (*((*form, False) for form in forms), (4096, True, True), (8192, True, True)):
             types = dict.fromkeys(("x", "delta", "before", "weight", "out"), f"*{kind}")
             types |= dict.fromkeys(("size", "row_stride", "heads", "weights"), "i32") | {"eps": "fp32"}
-            yield Specialisation.of_plan(_norm_kernel, types, plan_rows(size) | {"ADDS": adds, "NORMED": normed})
+            plan = plan_rows(size) | _UNFUSED | {"ADDS": adds, "NORMED": normed}
+            yield Specialisation.of_plan(_norm_kernel, types, plan)._replace(unwanted=("fma.rn",))

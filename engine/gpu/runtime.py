@@ -112,6 +112,8 @@ class Specialisation(NamedTuple):
     """The least `capability` that the form is launched on."""
     most: int = 100
     """The greatest."""
+    unwanted: tuple[str, ...] = ()
+    """What the PTX must not contain."""
 
     @classmethod
     def of_plan(

@@ -79,7 +79,8 @@ class Memory:
 
 def _key(form: Specialisation, arch: int) -> str:
     """What is compiled: two forms with the same key are one."""
-    parts = form.kernel.__name__, form.types, form.constants, form.options, form.wanted, arch, triton.__version__
+    texts = form.wanted + form.unwanted
+    parts = form.kernel.__name__, form.types, form.constants, form.options, texts, arch, triton.__version__
     return hashlib.sha256("\n".join((*map(str, parts), *_sources(form.kernel))).encode()).hexdigest()
 
 
@@ -116,6 +117,7 @@ def compile_one(form: Specialisation, arch: int) -> tuple[Usage, list[str]]:
     compiled = triton.compile(_source(form), target=GPUTarget("cuda", arch, 32), options=dict(form.options))
     usage = _usage(compiled.asm["cubin"], compiled.metadata.shared)
     wrong = [f"{name} is missing" for name in form.wanted if name not in compiled.asm["ptx"]]
+    wrong += [f"{name} is there" for name in form.unwanted if name in compiled.asm["ptx"]]
     if usage.shared > SHARED_BYTES[arch]:
         wrong.append(f"{usage.shared} bytes of shared memory, of {SHARED_BYTES[arch]}")
     if usage.spilled:
