@@ -214,13 +214,15 @@ def computing_seconds(pid: int) -> float | None:
     return None
 
 
-def lower_process_priority(niceness: int) -> None:
-    """Let this process give way, with the threads that it will start. LAST_NICENESS is Linux' class of idle processes,
-    which all others take a processor from at once; elsewhere it is the highest niceness."""
-    os.nice(niceness)
+def lower_process_priority(niceness: int, pid: int = 0) -> None:
+    """Let this process, or one that this one has just started, give way, with the threads that it will start.
+    LAST_NICENESS is Linux' class of idle processes, which all others take a processor from at once; elsewhere it is the
+    highest niceness."""
+    with suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + niceness)
     if niceness == LAST_NICENESS and sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
 
 
 def lower_thread_priority(niceness: int = _THREAD_NICENESS) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from .child_process import describe_exit, python_child
-from .host import PATIENT_NICENESS, computing_seconds, lower_process_priority
+from .host import LAST_NICENESS, PATIENT_NICENESS, computing_seconds, lower_process_priority
 
 _START_SECONDS = 60.0
 _LAST_WORDS = 1.0
@@ -60,6 +60,8 @@ class LimitedProcess:
         try:
             with theirs:  # only the process has it then, so it closes when that ends
                 self._process = python_child(name, _serve, make, arguments, theirs, niceness, inherited=inherited)
+            if niceness == LAST_NICENESS:  # its imports give way, but not to everything: a start has an end
+                lower_process_priority(PATIENT_NICENESS, self._process.pid)
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error

@@ -18,6 +18,10 @@ up to CALM_STREAMS decoding rows for each prompt that waits; with more rows it f
 
 CALM_STREAMS = 8
 
+PATIENT_SLOWDOWN = 1.35
+"""While rows decode, prompts that may be late make a step so many times as long, and so does the time that it leaves to
+what only computes between steps."""
+
 LONG_PROMPT_SECONDS = 0.6
 """A prompt that takes longer to compute is a long one."""
 
@@ -253,7 +257,7 @@ class PrefillBudget:
         line = [prompt for prompt in demand.line if not prompt.calm]
         waiting = len(line) if demand.line else 1
         part = min(CALM_STREAMS * waiting / demand.decoding.decode_tokens, 1.0)
-        calm = max((CALM_SLOWDOWN - 1) * part, LEAST_SLOWDOWN - 1) * alone
+        calm = max((CALM_SLOWDOWN - 1) * part, (LEAST_SLOWDOWN if waiting else PATIENT_SLOWDOWN) - 1) * alone
         crowded = len(line) > demand.decoding.decode_tokens
         share = 1.0 if crowded else self._needed_share(line)
         needed = alone * share / (1 - share) if share < 1 else inf
@@ -283,7 +287,7 @@ class PrefillBudget:
             return 0.0
         seconds = model.step_seconds(work)
         alone = model.step_seconds(work._replace(prefill_tokens=0, prefill_context=0)) if work.decode_tokens else 0.0
-        free = min(LEAST_SLOWDOWN * alone, itl_target) - seconds
+        free = min(PATIENT_SLOWDOWN * alone, itl_target) - seconds
         return min(max(free, PATIENT_PART * seconds), LONGEST_STEP_SECONDS)
 
     def note_launched(self, work: StepWork) -> None:

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* How a row chooses its next token: an element of an array of engine/step_batch.py's SAMPLING_DTYPE. What the numbers
-   mean is said in scheduler/plan.py's ResolvedSampling. */
+   mean is said in core/resolved_sampling.py's ResolvedSampling. */
 #define CHOICE_FIELDS(FIELD) \
     FIELD(float, temperature) \
     FIELD(int64_t, top_k) \

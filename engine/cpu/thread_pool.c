@@ -13,6 +13,8 @@ enum { YIELDS = 2000 }; /* after SPINS, about a millisecond: then a helper sleep
 
 enum { NAP = 20000, LONG_YIELD = 2000000, WARY = 1000000000 }; /* nanoseconds, see lend_processor() */
 
+enum { WARY_SPINS = 8 * SPINS }; /* about half a millisecond */
+
 static _Thread_local int64_t wary_until;
 
 static int64_t nanoseconds(void)
@@ -22,11 +24,14 @@ static int64_t nanoseconds(void)
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-void lend_processor(void)
+void lend_processor(int64_t spins)
 {
     const int64_t begin = nanoseconds();
     if (begin < wary_until) {
-        nanosleep(&(struct timespec){0, NAP}, 0);
+        if (spins < WARY_SPINS)
+            cpu_pause();
+        else
+            nanosleep(&(struct timespec){0, NAP}, 0);
         return;
     }
     sched_yield();

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from charonia.processes.host import LAST_NICENESS, PATIENT_NICENESS
 from charonia.processes.limited_process import Answer, CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 
 ROOM = CallLimits(seconds=30.0, memory=64 << 20)
@@ -41,6 +42,15 @@ def process() -> Iterator[LimitedProcess]:
 def test_it_answers_one_call_after_the_other(process: LimitedProcess) -> None:
     assert [process.call(name, ROOM) for name in (b"a", b"b")] == [b"hello a", b"hello b"]
     assert len(process.call(b"x" * (1 << 20), ROOM)) == (1 << 20) + 6
+
+
+def test_what_is_idle_gives_way_from_its_start_on() -> None:
+    """Its imports take seconds, in which steps of an engine took thrice their time."""
+    process = LimitedProcess("charonia-test", make, "hello ", niceness=LAST_NICENESS)
+    lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + PATIENT_NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, process._process.pid) >= lowest
+    assert process.call(b"a", ROOM) == b"hello a"
+    process.close()
 
 
 def test_what_takes_too_long_is_killed(process: LimitedProcess) -> None:

@@ -22,6 +22,7 @@ from charonia.scheduler.prefill_budget import (
     LONGEST_STEP_SECONDS,
     MIN_CHUNK_TOKENS,
     PATIENT_PART,
+    PATIENT_SLOWDOWN,
     PrefillBudget,
     StepDemand,
     StepTimeModel,
@@ -131,11 +132,20 @@ def test_between_steps_there_is_time_for_what_waits_for_processors() -> None:
     assert budget.patient_seconds(decoding) == 0.0, "nothing is known yet"
     budget.observe_step(decoding, 0.02)
     alone = budget.time_model.step_seconds(decoding)
-    assert budget.patient_seconds(decoding) == pytest.approx((LEAST_SLOWDOWN - 1) * alone)
+    assert budget.patient_seconds(decoding) == pytest.approx((PATIENT_SLOWDOWN - 1) * alone)
     assert budget.patient_seconds(decoding, itl_target=1.3 * alone) == pytest.approx(0.3 * alone)
     for work in (decoding._replace(prefill_tokens=512), StepWork(0, 0, 64, 2048)):
         assert budget.patient_seconds(work) == pytest.approx(PATIENT_PART * budget.time_model.step_seconds(work))
     assert budget.patient_seconds(StepWork(0, 0, 1 << 20)) == LONGEST_STEP_SECONDS
+
+
+def test_prompts_that_may_be_late_leave_steps_shorter_than_others_do() -> None:
+    budget = PrefillBudget(PACED)
+    budget.observe_step(StepWork(64, 6400), 0.02)
+    alone = budget.time_model.step_seconds(StepWork(64, 6400))
+    for calm, slowdown in ((True, PATIENT_SLOWDOWN), (False, LEAST_SLOWDOWN)):
+        demand = StepDemand(StepWork(64, 6400), [WaitingPrompt(2000, 0, 1.0, calm=calm)])
+        assert budget.pace(demand).long == pytest.approx((slowdown - 1) * alone)
 
 
 def simulate(
