@@ -111,12 +111,12 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 2_446,
-    "processes": 1_222,
+    "processes": 1_225,
     "telemetry": 3_025,
     "kvcache": 1_545,
     "tokenization": 4_088,
     "media": 1_575,
-    "scheduler": 2_402,
+    "scheduler": 2_403,
     "engine": 31_467,
     "classic_backends": 8_712,
     "ensembles": 1_200,
