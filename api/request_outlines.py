@@ -45,12 +45,17 @@ class RequestOutline(msgspec.Struct, frozen=True):
         """The request of a body with this outline, which ends at `begin`; None if it has other tensors."""
         if len(body) - begin != self.size:
             return None
-        request, inputs = self.call.request, {}
+        inputs = {}
         for name, datatype, shape, dtype, offset, mark in self.tensors:
             at = begin + offset
             if mark and not body.startswith(mark, at - len(mark)):
                 return None
             inputs[name] = Tensor(name, datatype, shape, np.ndarray(shape, dtype, body, at))
+        return self.with_inputs(inputs)
+
+    def with_inputs(self, inputs: dict[str, Tensor]) -> InferCall:
+        """The request of a body with this outline whose tensors are these."""
+        request = self.call.request
         filled = InferRequest("", inputs, request.outputs, request.parameters)
         return InferCall(filled, self.call.outputs, self.call.default_output)
 

@@ -5,11 +5,16 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 import math
+import re
+from array import array
 from dataclasses import dataclass, field
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import msgspec
+import numpy as np
+import orjson
 
 from ...core.errors import InvalidArgument, request_id_prefix
 from ...core.model import ModelConfig
@@ -30,6 +35,7 @@ from ..json_tensors import (
     as_signed,
     as_string,
     as_unsigned,
+    parse_json,
     parse_json_object,
     required_member,
     wrong_json_type,
@@ -66,6 +72,54 @@ class HeaderCache:
             keep_latest(self._outlines, (model, bytes(body[:length])), outline)
 
 
+_FLAT_DATA = re.compile(rb'"data": ?(\[[-+.0-9eE, ]*\])')
+"""What the JSON of an input's numbers looks like, unless they are nested."""
+_HOLE = token_hex(16)
+"""Stands for numbers; no client can know it and send it."""
+
+
+class BodyCache:
+    """The latest bodies of nothing but JSON, by model and the texts around their numbers."""
+
+    def __init__(self) -> None:
+        self._outlines: dict[tuple[str | bytes, ...], RequestOutline] = {}
+
+    def __len__(self) -> int:
+        return len(self._outlines)
+
+    def find(self, model: str, body: bytes | bytearray) -> InferCall | None:
+        """The request that this body is, if one alike but for its numbers was remembered. None also for one that is to
+        be refused."""
+        if len(body) > LONGEST_OUTLINE or type(body) is not bytes:
+            return None
+        texts = _FLAT_DATA.split(body)
+        outline = self._outlines.get((model, *texts[::2]))
+        if outline is None:
+            return None
+        inputs = {}
+        try:
+            for (name, datatype, shape, dtype, *_), numbers in zip(outline.tensors, texts[1::2], strict=True):
+                data = np.frombuffer(array(dtype.char, orjson.loads(numbers)), dtype)
+                inputs[name] = Tensor(name, datatype, shape, data.reshape(shape))
+        except (ValueError, TypeError, OverflowError):
+            return None
+        return outline.with_inputs(inputs)
+
+    def remember(self, model: str, body: bytes | bytearray, call: InferCall) -> None:
+        """Keep the texts of a body that `call` was read from, unless it has other data than numbers, or they are
+        nested."""
+        outline = None if len(body) > LONGEST_OUTLINE else outline_of(call)
+        if outline is None:
+            return
+        texts = _FLAT_DATA.split(bytes(body))
+        holes = [f"{_HOLE}{number}" for number in range(len(texts) // 2)]
+        around = texts[::2]
+        texts[1::2] = [b'"data":"%b"' % hole.encode() for hole in holes]
+        # Nothing else of the body may look like an input's numbers.
+        if [item.get("data") for item in parse_json(b"".join(texts))["inputs"]] == holes:
+            keep_latest(self._outlines, (model, *around), outline)
+
+
 _SOURCES = ("'data'", "'binary_data_size' in 'parameters'", "'shared_memory_region' in 'parameters'")
 _RAW_OUTPUT = RequestedOutput(binary=True)
 _ONE_SOURCE = f"Input must set only one of the following fields: {', '.join(_SOURCES)}."
@@ -81,6 +135,7 @@ class InferRequestReader:
     max_size: int = 64 * 1024 * 1024
     max_raw_size: int = size_limits.MAX_RAW_BYTES
     headers: HeaderCache = field(default_factory=HeaderCache, init=False)
+    bodies: BodyCache = field(default_factory=BodyCache, init=False)
 
     def read(
         self,
@@ -94,21 +149,25 @@ class InferRequestReader:
         `header_length`: bytes of the JSON in front of raw tensors; None: all is JSON; 0: nothing is. `document`: that
         JSON, if `parse_long_document` has read it already. Raises `CharoniaError` if the body is no such request.
         """
-        if header_length:
+        json_size = len(body) if header_length is None else header_length
+        size_limits.check_json_size(json_size, self.max_size)
+        if header_length is None:
+            known = self.bodies.find(config.name, body)
+        else:
             known = self.headers.find(config.name, body, header_length)
-            if known is not None:
-                return known
+        if known is not None:
+            return known
         view = memoryview(body).toreadonly()
         if header_length == 0:
             size_limits.check_raw_size(len(body), self.max_raw_size)
             return InferCall(_read_raw_request(config, view), {}, _RAW_OUTPUT)
-        json_size = header_length or len(body)
-        size_limits.check_json_size(json_size, self.max_size)
         if document is None:
             document = parse_json_object(view[:json_size])
         call = _Reading(config, view[json_size:] if header_length else None, self).call(document)
         if header_length:
             self.headers.remember(config.name, body, header_length, document, call)
+        else:
+            self.bodies.remember(config.name, body, call)
         return call
 
 

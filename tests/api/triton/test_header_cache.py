@@ -116,3 +116,81 @@ def test_headers_that_are_remembered_have_a_bound() -> None:
         header = head(tensor(f"A{number}", "FP32", [1], 4))
         reader.read(CONFIG, header + bytes(4), len(header))
     assert known(reader) == 256
+
+
+# Bodies of nothing but JSON
+
+
+def numbers(name: str, datatype: str, data: str, dims: int = 2) -> str:
+    return f'{{"name":"{name}","datatype":"{datatype}","shape":[{dims}],"data":{data}}}'
+
+
+def body(*inputs: str, more: str = "") -> bytes:
+    return f'{{"inputs":[{",".join(inputs)}]{more}}}'.encode()
+
+
+def test_numbers_in_json_are_those_of_each_request() -> None:
+    reader = InferRequestReader()
+    outputs = ',"outputs":[{"name":"OUT"}],"parameters":{"priority":3}'
+    for data in ([1.5, -2], [3, 1e300], [-0.0, 7e-2]):
+        for text in (json.dumps(data), json.dumps(data, separators=(",", ":"))):
+            content = body(numbers("A", "FP32", text), numbers("B", "INT64", "[4, -5]"), more=outputs)
+            calls = [reader.read(CONFIG, content, None), InferRequestReader().read(CONFIG, content, None)]
+            shown = [
+                [(x.name, x.datatype, x.shape, x.data.dtype, x.data.tobytes()) for x in call.request.inputs.values()]
+                for call in calls
+            ]
+            assert shown[0] == shown[1]
+            assert (calls[0].request.outputs, calls[0].request.parameters) == (("OUT",), {"priority": 3})
+    assert len(reader.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data"),
+    [
+        ("FP32", "[1]"),
+        ("FP32", "[1,2,3]"),
+        ("FP32", "[1,]"),
+        ("FP32", "[1,+2]"),
+        ("FP32", "[]"),
+        ("FP32", "[1 2]"),
+        ("FP64", "[1," + "9" * 400 + "]"),
+        ("INT8", "[1,128]"),
+        ("UINT64", "[1,-1]"),
+        ("INT32", "[1,2.0]"),
+        ("INT32", "[1,9999999999999999999999]"),
+    ],
+)
+def test_numbers_that_are_refused_are_so_as_at_first(datatype: str, data: str) -> None:
+    texts = []
+    for reader in (InferRequestReader(), read := InferRequestReader()):
+        if reader is read:
+            reader.read(CONFIG, body(numbers("A", datatype, "[1,2]")), None)
+            assert len(reader.bodies) == 1
+        with pytest.raises(CharoniaError) as raised:
+            reader.read(CONFIG, body(numbers("A", datatype, data)), None)
+        texts.append(raised.value.message)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        body(numbers("A", "FP32", "[1,2]"), more=',"id":"7"'),
+        body(numbers("A", "FP32", "[[1],[2]]")),
+        body(numbers("A", "FP32", "[1,2]"), more=',"data":[1,2]'),
+        body(numbers("A", "FP32", "[[1],[2]]"), more=',"data":[1,2]'),
+        body(numbers("A", "FP32", '[3,4],"data":[1,2]')),
+        body(numbers("A", "FP32", '[1,2],"x\\"data":[1,2]')),
+        body(numbers("A", "FP32", '[[1],[2]],"x\\"data":[1,2]')),
+        body(numbers("A", "BYTES", '["1","2"]')),
+        body(numbers("A", "BOOL", "[true,false]")),
+        body(numbers("A", "FP32", "[1,2]"), more=f',"parameters":{{"long":"{"x" * 5000}"}}'),
+    ],
+    ids=["id", "nested", "more", "elsewhere", "twice", "like", "likewise", "bytes", "bool", "long"],
+)
+def test_json_of_another_look_is_not_remembered(content: bytes) -> None:
+    reader = InferRequestReader()
+    first, second = (reader.read(CONFIG, content, None).request.inputs["A"] for _ in range(2))
+    assert len(reader.bodies) == 0
+    assert first.data.tolist() == second.data.tolist()
