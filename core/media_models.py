@@ -232,8 +232,8 @@ def has_plain_wrapper(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a family that is not described here, and may be a language part that is, with images
     at places of its prompts: the engine tries transformers' class of it."""
     text = config.get("text_config")
-    kind = text.get("model_type") if isinstance(text, dict) else None
+    kind = str(text.get("model_type")) if isinstance(text, dict) else ""
     names = config.get("architectures")
     outer = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForConditionalGeneration")
-    named = config.get("model_type") in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
+    named = str(config.get("model_type")) in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
     return outer and not named and kind in PLAIN_LANGUAGE_PARTS and isinstance(config.get("vision_config"), dict)

@@ -27,7 +27,7 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
     if not any((directory / name).is_file() for name in _PROCESSORS):
         return ()
     config = flat_config(read_json(directory / "config.json"))
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if has_plain_wrapper(config):
         return ("image",)
     return tuple(kind for kind, known, part in _PARTS if family in known and isinstance(config.get(part), dict))
@@ -35,7 +35,7 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
 
 def writes_sounds_down(directory: Path) -> bool:
     """Whether that is all that a checkpoint does."""
-    return read_json(directory / "config.json").get("model_type") in WRITING_FAMILIES
+    return str(read_json(directory / "config.json").get("model_type")) in WRITING_FAMILIES
 
 
 def attends_to_encoder(directory: Path) -> bool:

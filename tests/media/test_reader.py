@@ -48,6 +48,7 @@ async def reader(checkpoint: Path) -> AsyncIterator[MediaReader]:
     yield reader
     await reader.unload()
     assert reader.processes == 0
+    assert not patient_work.waits
 
 
 def series(reader: MediaReader) -> dict[str, Any]:

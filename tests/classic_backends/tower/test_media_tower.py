@@ -56,6 +56,7 @@ async def tower(
     finally:
         await made.unload()
     made.check_integrity()
+    assert not patient_work.waits
 
 
 def counts(made: MediaTower) -> dict[str, float]:

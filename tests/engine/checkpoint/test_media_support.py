@@ -24,6 +24,7 @@ WRAPPED: dict[str, object] = {
         ({"model_type": "llama"}, True, False),
         (WRAPPED, True, True),
         (WRAPPED | {"text_config": {"model_type": "gemma"}}, True, False),
+        (WRAPPED | {"model_type": ["llava"], "text_config": {"model_type": ["qwen2"]}}, True, False),
     ],
 )
 def test_a_tower_and_a_processor_make_a_model_see(
