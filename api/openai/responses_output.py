@@ -210,8 +210,9 @@ class ResponseOutput:
         return self._numbered({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
 
     def add(self, chunk: GenerateChunk) -> list[JsonObject]:
+        reasoned = chunk.usage.reasoning_tokens - (0 if self._usage is None else self._usage.reasoning_tokens)
         self._usage, self._reason, self._transfer = chunk.usage, chunk.finish_reason, chunk.kv_transfer_params
-        return self._numbered(self._grow(chunk))
+        return self._numbered(self._grow(chunk, reasoned))
 
     def add_text(self, text: str, logprob: TokenLogprob | None) -> list[JsonObject]:
         """As `add`, for a chunk that is nothing but text, scored or not, and not the first."""
@@ -262,15 +263,18 @@ class ResponseOutput:
         """The whole answer, once it has ended."""
         return self._response(_STATUS[self._reason or FinishReason.STOP])
 
-    def _grow(self, chunk: GenerateChunk) -> Iterator[JsonObject]:
+    def _grow(self, chunk: GenerateChunk, reasoned: int) -> Iterator[JsonObject]:
+        """`reasoned`: how many of the chunk's tokens are reasoning's, the markers around it included."""
         pieces: list[tuple[str | int, str | ToolCallDelta]] = [(delta.index, delta) for delta in chunk.tool_calls]
         if chunk.text:
             pieces.insert(0, (_MESSAGE, chunk.text))
         if chunk.reasoning:
             pieces.insert(0, (_REASONING, chunk.reasoning))
-        # A token of the text may bring none of it yet; those of reasoning and calls are not the text's.
+        if chunk.reasoning and self.growing_message is None:
+            self._held_logprobs = []  # of a marker before it
+        # A token of the text may bring none of it yet; those of reasoning, which come first, and calls are not its own.
         if chunk.text or not (chunk.reasoning or chunk.tool_calls):
-            self._hold_logprobs(chunk.logprobs)
+            self._hold_logprobs(chunk.logprobs[min(reasoned, len(chunk.logprobs) - bool(chunk.text)) :])
         # Of chunks that were merged nobody knows the order: what is open goes on first.
         opened = None if self._open is None else self._open.key
         for key, piece in sorted(pieces, key=lambda keyed: keyed[0] != opened):
@@ -323,7 +327,9 @@ class ResponseOutput:
         return f"{prefix}_{self._ids}{place:04x}", place
 
     def _take_logprobs(self, kind: str) -> list[orjson.Fragment]:
-        held, self._held_logprobs = self._held_logprobs if kind == _MESSAGE else [], []
+        if kind != _MESSAGE:
+            return []
+        held, self._held_logprobs = self._held_logprobs, []
         return held
 
     def _response(self, status: str) -> JsonObject:

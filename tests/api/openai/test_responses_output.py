@@ -7,6 +7,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -144,6 +145,22 @@ def test_logprobs_are_those_of_the_text_alone() -> None:
     deltas = [entry["token"] for event in events if "output_text.delta" in event["type"] for entry in event["logprobs"]]
     whole = events[-1]["response"]["output"][1]["content"][0]["logprobs"]
     assert deltas == [each["token"] for each in whole] == ["\xc3", "\xa9", "<e>"]
+
+
+def test_logprobs_of_a_marker_behind_reasoning_are_not_the_texts_however_chunks_were_merged() -> None:
+    names = ["hm", "</", "think>", "é", "l"]
+    pieces = [
+        GenerateChunk(
+            text=text, token_ids=(at,), usage=Usage(3, at + 1, 1, min(at + 1, 3)), logprobs=(scored(at, name, -1.0),)
+        )
+        for at, (name, text) in enumerate(zip(names, ["", "", "", "é", "l"], strict=True))
+    ]
+    pieces[0] = replace(pieces[0], reasoning="hm")
+    end = replace(pieces[-1], text="", token_ids=(), logprobs=(), finish_reason=FinishReason.STOP)
+    for edges in ([0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 1, 5], [0, 5]):
+        merged = [join_chunks(pieces[begin:stop]) for begin, stop in pairwise(edges)]
+        [_, message] = told([*merged, end], logprobs=True)[-1]["response"]["output"]
+        assert [each["token"] for each in message["content"][0]["logprobs"]] == ["é", "l"]
 
 
 @pytest.mark.parametrize(
