@@ -60,7 +60,7 @@ def read_options(arguments: Mapping[str, Any]) -> ServeOptions:
     Raises:
         InvalidArgument: an argument is unknown or wrong, or is about what a program has none of; `field` names it.
     """
-    named = {_TRITON_NAMES.get(name, name): value for name, value in arguments.items()}
+    named = {_TRITON_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
     words = [word for name, value in named.items() for word in _words(name, value)]
     try:
         _, bound, _ = _reader.parse_args(words, exit_on_error=False, print_error=False)
@@ -86,8 +86,6 @@ def _flag(name: str) -> str:
 
 def _words(name: str, value: Any) -> Iterator[str]:
     """The words of a command line for one argument."""
-    if value is None:
-        return
     if name == "backend_config" and isinstance(value, Mapping):
         value = [f"{backend},{key}={text}" for backend, keys in value.items() for key, text in keys.items()]
     for word in value if isinstance(value, list | tuple | set | frozenset) else (value,):

@@ -303,6 +303,7 @@ def test_the_last_reference_ends_a_server(repository: Path) -> None:
         ({"model_control_mode": "sometimes"}, 'Invalid value "sometimes" for --model-control-mode'),
         ({"num_gpu_blocks_override": 5}, "here: --kv-cache-blocks"),
         ({"hf_token": None}, "nothing to serve"),
+        ({"hf_token": None, "max_modl_len": 9}, "did you mean '--max-model-len'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
