@@ -122,7 +122,10 @@ class GpuReport:
 
     def _resume(self) -> None:
         """Read what there is since a run last began anew; a run that was stopped may have left half a line."""
-        for line in self._lines.read_text().splitlines() if self._lines.exists() else ():
+        text = self._lines.read_text() if self._lines.exists() else ""
+        if text and not text.endswith("\n"):
+            self._lines.write_text(text + "\n")
+        for line in text.splitlines():
             with suppress(ValueError):
                 content = json.loads(line)
                 if "began" in content:

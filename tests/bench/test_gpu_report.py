@@ -63,7 +63,7 @@ def test_a_run_that_resumes_another_goes_on_where_it_was_stopped(tmp_path: Path)
     for what in ("a test", "two", "three"):
         stopped.fail(what, "no memory")
     with (tmp_path / "gpu.jsonl").open("a") as file:
-        file.write('{"name": "ha\n')
+        file.write('{"name": "ha')
     told: list[str] = []
     resumed = GpuReport("a card", tmp_path / "gpu.jsonl", tmp_path / "gpu.md", told.append, resume=True)
     rows = [Row(name, 1, iter) for name in ("peak", "one", "two", "three")]
@@ -76,6 +76,11 @@ def test_a_run_that_resumes_another_goes_on_where_it_was_stopped(tmp_path: Path)
     assert told[-1] == "failed: a test, three"
     table = (tmp_path / "gpu.md").read_text().splitlines()
     assert table[4:-2] == ["| first |  | 1 ms |", "| second |  | 3 ms |"]
+    assert GpuReport("a card", tmp_path / "gpu.jsonl", tmp_path / "gpu.md", told.append, resume=True).done == {
+        "one",
+        "two",
+    }
+    assert (tmp_path / "gpu.md").read_text().splitlines()[:-1] == table[:-1], "a line behind half a line is not lost"
 
 
 def test_tests_that_fail_are_named(
