@@ -62,11 +62,12 @@ class RequestOutline(msgspec.Struct, frozen=True):
 
 def outline_of(call: InferCall, marks: tuple[bytes, ...] = ()) -> RequestOutline | None:
     """The outline of a request whose tensors follow one another in its body, with a mark in front of each but the
-    first. None for one that has an id, memory of its client, or tensors that are not numbers."""
+    first. None for one that has an id, no tensors, memory of its client, or tensors that are not numbers."""
     request = call.request
     inputs = request.inputs.values()
     if (
         request.id
+        or not inputs
         or call.deferred
         or any(output.memory is not None for output in call.outputs.values())
         or any(tensor.datatype not in OUTLINE_DTYPES or not tensor.data.size for tensor in inputs)

@@ -98,6 +98,13 @@ def test_what_may_differ_or_is_rare_is_not_remembered(header: bytes, blob: bytes
         assert first.inputs[name].data.tolist() == second.inputs[name].data.tolist()
 
 
+def test_a_request_without_inputs_is_one() -> None:
+    reader, content = InferRequestReader(), head()
+    for length in (None, len(content)):
+        assert reader.read(CONFIG, content, length).request.inputs == {}
+    assert (known(reader), len(reader.bodies)) == (0, 0)
+
+
 def test_memory_that_a_client_lends_is_asked_for_each_time() -> None:
     reader = InferRequestReader(SharedMemoryRegistry(False))
     lent = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
