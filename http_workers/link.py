@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from ..engine.core.messages import encode_tokens
+from .messages import encode_part
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class FrameLink(asyncio.Protocol, Generic[T_out, T_in]):
         """Whether the other end does not read: what need not leave now should not."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_part)
         self._transport: asyncio.Transport | None = None
         self._waiting: list[T_out] = []
         self._scheduled = self._gathering = self._receiving = self._lost = False

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ..core.errors import SentError
+from ..core.logprobs import TokenPiece, TokenPieces
 from ..core.request import FinishReason, GenerateChunk, GenerateRequest, ParameterValue, TokenizeRequest
 from ..core.request_context import NO_HINTS, GatewayHints, RequestContext, RequestEnd, SequenceRecord
 from ..core.sampling import SamplingParams
-from ..engine.core.messages import decode_tokens
+from ..engine.core.messages import decode_tokens, encode_tokens
 from .sequence_messages import AbortSequence, CancelRequests, SequenceSteps, SubmitSequence
 from .state_messages import (
     Heartbeat,
@@ -281,7 +282,7 @@ class ModelAnswer(msgspec.Struct, array_like=True, tag="answer", frozen=True):
 
 
 class TextAnswer(msgspec.Struct, array_like=True, tag="chunk", frozen=True):
-    """A chunk of a generation."""
+    """A chunk of a generation, the pieces of whose tokens a worker has itself."""
 
     key: int
     chunk: GenerateChunk
@@ -365,7 +366,18 @@ ToWorker: TypeAlias = (
     | StopWorker
 )
 
+
+def encode_part(part: Any) -> bytes:
+    """The `enc_hook` of encoders for messages."""
+    return b"" if isinstance(part, TokenPieces) else encode_tokens(part)
+
+
+def _decode_part(kind: type, content: bytes) -> Any:
+    return _NO_PIECES if kind is TokenPieces else decode_tokens(kind, content)
+
+
+_NO_PIECES = TokenPieces(lambda token: TokenPiece("", b""))
 encode_origin = msgspec.msgpack.Encoder().encode
 decode_origin = msgspec.msgpack.Decoder(RequestOrigin).decode
 decode_from_worker = msgspec.msgpack.Decoder(list[FromWorker], dec_hook=decode_tokens).decode
-decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode
+decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker], dec_hook=_decode_part).decode

@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.errors import CharoniaError, InvalidArgument, Unavailable
 from ..core.gateway import ResponseStream
+from ..core.logprobs import TokenLogprob, TokenPieces
 from ..core.model import ModelConfig, ModelStats
 from ..core.request import (
     FinishReason,
@@ -135,6 +136,29 @@ class RemoteResponses(Generic[_Item]):
             self._text.finish_reason = FinishReason(text.finish_reason) if text.finish_reason else None
 
 
+class RemoteChunks(RemoteResponses[GenerateChunk]):
+    """The chunks of a text that the hub reads, of a model that this process has, too."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, hub: HubConnection, handle: "TextHandle", key: int) -> None:
+        super().__init__(hub, handle, key)
+        self._pieces = handle.pieces
+
+    def on_item(self, item: GenerateChunk, last: bool, notes: ResponseNotes | None) -> None:
+        if item.logprobs or item.prompt_logprobs:
+            scored = tuple([self._with_pieces(token) for token in item.logprobs])
+            prompt = [
+                token if token.given is None else msgspec.structs.replace(token, given=self._with_pieces(token.given))
+                for token in item.prompt_logprobs
+            ]
+            item = msgspec.structs.replace(item, logprobs=scored, prompt_logprobs=tuple(prompt))
+        super().on_item(item, last, notes)
+
+    def _with_pieces(self, token: TokenLogprob) -> TokenLogprob:
+        return msgspec.structs.replace(token, pieces=self._pieces)
+
+
 class RemoteModelHandle:
     """A model of tensors, for the request of `context`. `version`: as the request asks for it; `number`: that of
     a loaded one which the hub answers in its event loop, else 0."""
@@ -251,6 +275,10 @@ class TextHandle(RemoteModelHandle):
         self.context.finish()
         return tokens
 
+    @property
+    def pieces(self) -> TokenPieces:
+        return self._model.bundle.tokenizer.pieces
+
     async def detokenize(self, ids: list[int]) -> str:
         text = await self._model.detokenize(ids)
         self.context.finish()
@@ -261,11 +289,9 @@ class TextHandle(RemoteModelHandle):
         self.context.id = request.id
         return self._ask_hub(request)
 
-    def _ask_hub(
-        self, generation: GenerateRequest | None, prompt: TokenizeRequest | None = None
-    ) -> RemoteResponses[GenerateChunk]:
+    def _ask_hub(self, generation: GenerateRequest | None, prompt: TokenizeRequest | None = None) -> RemoteChunks:
         hub, key = self._hub, self._hub.next_key()
-        responses = hub.calls[key] = RemoteResponses[GenerateChunk](hub, self, key)
+        responses = hub.calls[key] = RemoteChunks(hub, self, key)
         hub.send(TextCall(key, hub.key_of(self.context), generation, prompt))
         return responses
 

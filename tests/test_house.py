@@ -123,7 +123,7 @@ BUDGETS = {
     "routing": 250,
     "repository": 4_875,
     "api": 10_593,
-    "http_workers": 2_560,
+    "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,

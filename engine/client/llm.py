@@ -157,7 +157,7 @@ class LlmModel:
 
     def export_spec(self) -> TextModelSpec:
         """The loaded model for other processes, which read the same files, whatever the hub has by then."""
-        bundle, spec = self._bundle, replace(self._spec, connect=_no_engine, lora=None)
+        bundle, spec = self.bundle, replace(self._spec, connect=_no_engine, lora=None)
         spec = replace(spec, checkpoint=bundle.checkpoint, tokenizer=bundle.tokenizer_of)
         return TextModelSpec(spec, self._layout, self._info, self._media.plain)
 
@@ -275,7 +275,7 @@ class LlmModel:
     ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
-            bundle, info = self._bundle, self._info
+            bundle, info = self.bundle, self._info
             tokenizer, sampling = bundle.async_tokenizer, request.sampling
             if request.adapter or context.adapter:
                 request = with_adapter(request, context)
@@ -370,7 +370,7 @@ class LlmModel:
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")
-        tokenizer = self._bundle.async_tokenizer
+        tokenizer = self.bundle.async_tokenizer
         media = await self._media.text(request.prompt, RequestContext("tokenize"))
         ids = await tokenizer.prompt_ids(request.prompt, request.add_special_tokens, limit, media=media)
         return TokenizedPrompt(ids, await tokenizer.token_strings(ids) if request.with_strings else None)
@@ -380,17 +380,17 @@ class LlmModel:
             limit = TokenLimit(self._max_counted, "what is only detokenized may have at most")
             raise limit.error(f"these are {len(ids)}", "tokens")
         check_vocabulary(ids, self._info.vocab_size, "tokens")
-        return await self._bundle.async_tokenizer.decode(ids)
+        return await self.bundle.async_tokenizer.decode(ids)
 
     async def tokenizer_info(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._bundle.tokenizer_info)
+        return await asyncio.to_thread(self.bundle.tokenizer_info)
 
     @property
     def _max_counted(self) -> int:
         return max(self._info.max_model_len, _MIN_COUNTED)
 
     @property
-    def _bundle(self) -> TokenizerBundle:
+    def bundle(self) -> TokenizerBundle:
         if self._loaded is None:
             raise Unavailable(f"model '{self._config.name}' is not loaded")
         return self._loaded

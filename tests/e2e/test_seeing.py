@@ -269,6 +269,10 @@ def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[st
         answers = [said(running, NAME) for _ in range(4)]
         assert [answer.choices[0].message.content for answer in answers] == [right(NAME)] * 4
         assert said(running, NAME, stream=True) == right(NAME)
+        asked: dict[str, Any] = {"model": NAME, "messages": CHAT, "max_tokens": NEW, "logprobs": True, "temperature": 0}
+        [choice] = httpx.post(f"{running.url}/v1/chat/completions", json=asked, timeout=60).json()["choices"]
+        tokens = "".join(token["token"] for token in choice["logprobs"]["content"])
+        assert tokens.startswith(choice["message"]["content"])
         asked = {"model": NAME, "messages": CHAT, "return_token_strs": True}
         counted = httpx.post(f"{running.url}/tokenize", json=asked, timeout=60).json()
         assert len(counted["tokens"]) == len(counted["token_strs"]) == answers[0].usage.prompt_tokens

@@ -9,13 +9,25 @@ from numpy.typing import NDArray
 
 from charonia.core import errors
 from charonia.core.errors import CharoniaError, QueueFull, SentError
+from charonia.core.logprobs import PromptToken
+from charonia.core.request import GenerateChunk, Usage
 from charonia.core.request_context import RequestContext
 from charonia.core.tensor import NUMPY_TYPES, Tensor
-from charonia.http_workers.messages import ModelCall, RequestOrigin, decode_from_worker, decode_origin, encode_origin
+from charonia.http_workers.messages import (
+    ModelCall,
+    RequestOrigin,
+    TextAnswer,
+    decode_from_worker,
+    decode_origin,
+    decode_to_worker,
+    encode_origin,
+    encode_part,
+)
 from charonia.http_workers.state_messages import LogLevels
 from charonia.http_workers.tensors import SentTensor
 from charonia.repository.model_registry import NotResident
 from charonia.telemetry.logging_setup import LogSettings
+from tests.scored_tokens import scored
 
 ORIGIN = RequestOrigin("infer", "", 1.0, 0.0)
 
@@ -40,6 +52,18 @@ def test_numbers(datatype: str, shape: tuple[int, ...]) -> None:
     found = crossed(tensor)
     assert same(tensor, found)
     assert not found.data.flags.writeable
+
+
+def test_logprobs_cross_without_their_vocabularys_pieces() -> None:
+    token = scored(5, "a", -1.0, (7, "b", -2.0), rank=2, width=1)
+    prompt = (PromptToken(3, "x"), PromptToken(5, "a", token, 1))
+    chunk = GenerateChunk(text="a", token_ids=(5,), usage=Usage(2, 1), logprobs=(token,), prompt_logprobs=prompt)
+    [answer] = decode_to_worker(msgspec.msgpack.encode([TextAnswer(1, chunk)], enc_hook=encode_part))
+    assert isinstance(answer, TextAnswer)
+    for found in (*answer.chunk.logprobs, answer.chunk.prompt_logprobs[1].given):
+        assert found is not None
+        assert (found.id, found.scores, found.width, found.text) == (5, token.scores, 1, "")
+    assert answer.chunk.prompt_logprobs[0] == prompt[0]
 
 
 def test_an_array_that_is_not_contiguous() -> None:
