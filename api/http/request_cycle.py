@@ -246,6 +246,8 @@ class Http11Cycle(RequestResponseCycle):
                 on_left()
 
         self.message_event.on_set = None if on_left is None else on_set
+        if on_left is not None:
+            self.flow.resume_reading()  # a long body has paused it, and an end that is not read is not told
 
     def sends_by(self, send: Send) -> bool:
         """Whether `send` is this cycle's, and nothing between the two would change a message."""

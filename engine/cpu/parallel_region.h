@@ -3,6 +3,7 @@
 #ifndef CHARONIA_PARALLEL_REGION_H
 #define CHARONIA_PARALLEL_REGION_H
 
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -54,13 +55,7 @@ static inline void cpu_pause(void)
 #endif
 }
 
-/* Let others have this processor for a moment: a yield, which returns at once where nobody wants it. Where one is slow to
-   return, it went to a thread of another process for a slice of the scheduler's, whatever its priority, and each barrier may
-   cost one: for a while this thread naps instead, for from a nap it returns at once if the other is of a low class, and only
-   behind a wait that is longer than a nap, or each thread's nap would make the other's at the next barrier. */
-void lend_processor(int64_t spins);
-
-static inline void spin_wait(int64_t spins) { spins < SPINS ? cpu_pause() : lend_processor(spins); }
+static inline void spin_wait(int64_t spins) { spins < SPINS ? cpu_pause() : (void)sched_yield(); }
 
 /* Whether this thread is the last to arrive. The others return when it has called release_team(). */
 static inline int arrive(Team *t)

@@ -1,44 +1,13 @@
 /* A job is begun by the first thread that is there, and every other thread is admitted between two of its steps: so no job
    waits for a thread that sleeps, that has lost its processor, or that runs Python first. */
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "thread_pool.h"
 
 enum { JOBS = 8 };      /* submitted and not done; submitting one more helps with the oldest first */
 enum { YIELDS = 2000 }; /* after SPINS, about a millisecond: then a helper sleeps */
-
-enum { NAP = 20000, LONG_YIELD = 2000000, WARY = 1000000000 }; /* nanoseconds, see lend_processor() */
-
-enum { WARY_SPINS = 8 * SPINS }; /* about half a millisecond */
-
-static _Thread_local int64_t wary_until;
-
-static int64_t nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
-}
-
-void lend_processor(int64_t spins)
-{
-    const int64_t begin = nanoseconds();
-    if (begin < wary_until) {
-        if (spins < WARY_SPINS)
-            cpu_pause();
-        else
-            nanosleep(&(struct timespec){0, NAP}, 0);
-        return;
-    }
-    sched_yield();
-    const int64_t end = nanoseconds();
-    if (end - begin > LONG_YIELD)
-        wary_until = end + WARY;
-}
 
 typedef struct {
     PoolJob *job;
@@ -152,7 +121,7 @@ static int sleep_until_job(ThreadPool *p, int64_t number)
 static int wait_for_job(ThreadPool *p, int64_t number)
 {
     for (int64_t spins = 0; load(&p->submitted) <= number; spins++) {
-        if (spins > SPINS + YIELDS || (spins > SPINS && nanoseconds() < wary_until))
+        if (spins > SPINS + YIELDS)
             return sleep_until_job(p, number);
         spin_wait(spins);
     }

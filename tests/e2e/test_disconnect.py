@@ -90,6 +90,11 @@ DOORS = [
 ]
 
 
+BOOK = {"model": "m", "prompt": "x" * 300_000, "truncate_prompt_tokens": 39, "max_tokens": 2000}
+LONG_BODIES = [("/v1/completions", BOOK), ("/v1/completions", BOOK | {"stream": True})]
+"""Behind more than 64 KiB nothing was read any more, and so not that the client left."""
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     fake = FakeConfig(vocab_size=384, step_seconds=0.05)
@@ -98,7 +103,7 @@ async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pyt
     async with served(model) as port:
         info = model.client.info
         assert info
-        for path, body in DOORS:
+        for path, body in (*DOORS, *LONG_BODIES):
             steps = Steps(model, monkeypatch)
             await visit_and_leave(port, path, body, steps, info.blocks)
             await steps.until(lambda steps=steps: steps.aborted_after is not None)
