@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_875,
-    "api": 10_593,
+    "api": 10_595,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
