@@ -250,7 +250,7 @@ class OpenAIResponseWriter:
 
     @property
     def text_event(self) -> TextEvent | None:
-        """The event of a only choice's chunk of nothing but text, behind its first; None where it shows ids."""
+        """The event of the only choice's chunk of nothing but text, behind its first; None where it shows ids."""
         spec = self._spec
         if spec.return_token_ids:
             return None
