@@ -10,31 +10,6 @@ from .metrics import Reading
 from .model import MemoryNeed, ReservedMemory
 from .request_context import RequestContext
 
-SEEING_FAMILIES = frozenset(
-    {
-        "gemma3",
-        "gemma4",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "idefics3",
-        "internvl",
-        "lfm2_vl",
-        "llava",
-        "llava_next",
-        "mistral3",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "smolvlm",
-    }
-)
-"""The `model_type` of checkpoints whose images are served: towers and language parts read it."""
-
 PLACED_FAMILIES = frozenset(
     {
         "glm46v",
@@ -49,7 +24,25 @@ PLACED_FAMILIES = frozenset(
         "qwen3_vl_moe",
     }
 )
-"""Of these, those whose images' places have positions in three dimensions."""
+"""The `model_type` of checkpoints that see, of those whose images' places have positions in three dimensions."""
+
+SEEING_FAMILIES = (
+    frozenset(
+        {
+            "gemma3",
+            "gemma4",
+            "idefics3",
+            "internvl",
+            "lfm2_vl",
+            "llava",
+            "llava_next",
+            "mistral3",
+            "smolvlm",
+        }
+    )
+    | PLACED_FAMILIES
+)
+"""The `model_type` of checkpoints whose images are served: towers and language parts read it."""
 
 PLAIN_LANGUAGE_PARTS = frozenset(
     {"exaone4", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3"}
