@@ -31,7 +31,7 @@ from ..telemetry.shared_state import ServerAdministration, ServerLookup
 from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
 from .extensions import RouteExtensions
-from .http.access import AccessMiddleware, HttpRules
+from .http.access import AccessMiddleware
 from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
 from .http.error_responses import anthropic_error_body, error_response, json_response
 from .http.request_context import (
@@ -43,6 +43,7 @@ from .http.request_context import (
 )
 from .http.request_cycle import add_response_header, response_started, send_response
 from .http.request_head import is_anthropic_path, is_openai_path
+from .http.rules import HttpRules
 from .metadata import ServerInfo
 from .openai.adapter_routes import AdapterRoutes
 from .openai.audio_routes import AudioRoutes

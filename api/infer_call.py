@@ -174,14 +174,14 @@ class ResponseSize:
     text is several times as long, a quarter of it."""
 
     def __init__(self, limit: int) -> None:
-        self._limits = limit, size_limits.response_limit(limit, as_json=True)
+        self._limits = limit, limit // size_limits.JSON_SHARE
         self._sizes = [0, 0]
 
     def add(self, tensor: Tensor, as_json: bool) -> None:
         """Raises `InvalidArgument` for the output that is one too many: a client may ask for less, or otherwise."""
         self._sizes[as_json] = size = self._sizes[as_json] + raw_tensors.byte_size(tensor)
         if size > self._limits[as_json]:
-            size_limits.check_response_size(tensor.name, size, self._limits[as_json], as_json)
+            raise size_limits.response_too_large(tensor.name, size, self._limits[as_json], as_json)
 
 
 def release_memory_after(response: InferResponse) -> None:

@@ -10,8 +10,7 @@ from ..api.api_keys import Keyring, load_keyring
 from ..api.gateway_headers import parse_gateway_headers
 from ..api.grpc.settings import GrpcCallPolicy, GrpcSettings, build_call_policy
 from ..api.header_rules import HeaderForwarding, read_restrictions
-from ..api.http.access import HttpRules, parse_allowed_origins
-from ..api.http.web_pages import parse_allowed_hosts
+from ..api.http.rules import HttpRules, parse_allowed_hosts, parse_allowed_origins
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
 from ..core.errors import InvalidArgument

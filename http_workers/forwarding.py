@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Scope
 from ..api.grpc.control_rpcs import CONTROL_RPCS, BoundRpc, server_live, server_ready
 from ..api.http.connection import CLIENT_LEFT, CancelOnDisconnect, ClientDisconnected, receive_body
 from ..api.http.request_context import tenant_of
-from ..api.size_limits import check_json_size
+from ..api.size_limits import json_too_large
 from .hub_connection import HubConnection
 from .messages import HttpCall
 from .pieces import ForwardedInPieces
@@ -28,7 +28,7 @@ class HttpForwarder:
         body = b""
         if request.method != "GET":
             announced = request.headers.get("content-length", "").encode()
-            body = bytes(await receive_body(request, announced, partial(check_json_size, limit=self._max_size)))
+            body = bytes(await receive_body(request, announced, self._max_size, json_too_large))
         try:
             async with CancelOnDisconnect(request.receive):
                 answer = await self._hub.ask_http(partial(_call, request.scope, body, False))

@@ -15,7 +15,7 @@ from ...core.logprobs import TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
 from ..http.error_responses import anthropic_error_body
-from ..http.text_event import TextEncoder
+from ..http.response_parts import TextEncoder
 from .message_turns import JsonObject
 from .messages_request import ParsedMessages
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -16,12 +15,12 @@ from ...core.direct_stream import DirectStream
 from ...core.errors import CharoniaError, InvalidArgument, shutdown_error
 from ...core.gateway import ResponseStream
 from ...processes import gc_tuning
-from ..size_limits import check_json_size
+from ..size_limits import BodyTooLarge, json_too_large
 from .content_encoding import content_coding, decompress
 from .error_responses import INTERNAL_SERVER_ERROR
 from .request_context import answer_headers, record_error
 from .request_cycle import Http11Cycle, chunk_writer, cycle_behind, take_complete_body
-from .text_event import TextEncoder, TextEvent
+from .response_parts import TextEncoder, TextEvent
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     header = headers.get("content-encoding")
     encoding = content_coding(header) if header else ""
     announced = headers.get("content-length", "").encode()
-    body = await receive_body(request, announced, partial(check_json_size, limit=limit))
+    body = await receive_body(request, announced, limit, json_too_large)
     if encoding:
         body = await offload_if_large(len(body), decompress, body, encoding, limit)
     refuse_form(headers.get("content-type", ""), body)
@@ -77,15 +76,18 @@ async def offload_if_large(size: int, work: Callable[P, T], *args: P.args, **kwa
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
-async def receive_body(request: Request, announced: bytes, check: Callable[[int], None]) -> bytes | bytearray:
-    """The whole body, of which a header may have `announced` the length; copied once if it came in parts. Raises what
-    `check` raises for its size, and `ClientDisconnected`."""
+async def receive_body(
+    request: Request, announced: bytes, limit: int, too_large: Callable[[int, int], BodyTooLarge]
+) -> bytes | bytearray:
+    """The whole body, of which a header may have `announced` the length; copied once if it came in parts. Raises
+    `too_large` of its size for more than `limit` bytes, as soon as that is known, and `ClientDisconnected`."""
     whole = take_complete_body(request.scope, request.receive)
     if whole is not None:
-        check(len(whole))
+        if len(whole) > limit:
+            raise too_large(len(whole), limit)
         return whole
-    if announced.isdigit():
-        check(int(announced))
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large(int(announced), limit)
     body, more = bytearray(), True
     while more:
         message = await request.receive()
@@ -93,7 +95,8 @@ async def receive_body(request: Request, announced: bytes, check: Callable[[int]
             raise ClientDisconnected
         part: bytes = message.get("body", b"")
         more = message.get("more_body", False)
-        check(len(body) + len(part))
+        if len(body) + len(part) > limit:
+            raise too_large(len(body) + len(part), limit)
         if not more and not body:
             return part
         body += part

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Sequence
 
 from ...core.errors import CharoniaError, InvalidArgument, Unsupported
-from ..size_limits import check_decompressed_size
+from ..size_limits import decompressed_too_large
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -36,7 +36,8 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
         data = machine.decompress(body, limit + 1)
     except zlib.error as error:
         raise _broken(encoding, str(error)) from None
-    check_decompressed_size(len(data), limit)
+    if len(data) > limit:
+        raise decompressed_too_large(limit)
     if not machine.eof or machine.unused_data:
         raise _broken(encoding, "data after its end" if machine.eof else "it is cut off")
     return data

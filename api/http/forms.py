@@ -1,7 +1,6 @@
 """Bodies that are forms, `multipart/form-data` (RFC 7578): parsed while they come, or whole into texts and files."""
 
 from collections.abc import Mapping
-from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ...core.errors import InvalidArgument
-from ..size_limits import check_form_size
+from ..size_limits import form_too_large
 from .connection import offload_if_large, receive_body
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ async def read_form(request: Request, limit: int) -> Form:
     """
     boundary = form_boundary(request)
     announced = request.headers.get("content-length", "").encode()
-    body = await receive_body(request, announced, partial(check_form_size, limit=limit))
+    body = await receive_body(request, announced, limit, form_too_large)
     return await offload_if_large(len(body), _parse, body, boundary)
 
 

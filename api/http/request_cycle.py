@@ -21,8 +21,7 @@ from ...core.logprobs import TokenLogprob
 from ..size_limits import BODY_TIMEOUT, SLOW_BODY_BYTES, SLOW_BODY_SECONDS
 from .error_responses import BodyTimeout, BodyTooSlow
 from .request_head import parse_target
-from .text_event import MOST_TEXT, ChunkHeads, TextEvent
-from .write_coalescer import MOST_PARTS, WriteCoalescer
+from .response_parts import MOST_PARTS, MOST_TEXT, ChunkHeads, TextEvent, WriteCoalescer
 
 Ts = TypeVarTuple("Ts")
 

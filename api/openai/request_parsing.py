@@ -127,7 +127,9 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     fields = convert_fields(members, ChatBody)
     tools = parse_tools(fields.tools) if fields.tools else ()
     conversation = parse_messages(fields.messages, fields, tools)
-    answer = _answer_options(fields, parse_tool_use(tools, fields.tool_choice, fields.parallel_tool_calls))
+    chooses = tools or fields.tool_choice is not None
+    use = parse_tool_use(tools, fields.tool_choice, fields.parallel_tool_calls) if chooses else None
+    answer = _answer_options(fields, use)
     spec = _response_spec(f"chatcmpl-{request_id}", fields, _choices(fields.n))
     if fields.echo and conversation.messages[-1].role == "assistant":
         spec = msgspec.structs.replace(spec, prefix=conversation.messages[-1].content)
@@ -251,7 +253,8 @@ def _parsed(
     # The prompt's logprobs are told by its first choice alone; but in a stream no choice waits for another.
     further = sampling if stream else msgspec.structs.replace(sampling, prompt_logprobs=None)
     guided_decoding, drafts = fields.constraint(), fields.drafts
-    retention = parse_retention(fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config)
+    retained = fields.retention_directives, fields.retention_scope, fields.kv_cache_retention_config
+    retention = parse_retention(*retained) if any(retained) else None
     transfer = parse_kv_transfer(fields.kv_transfer_params) if fields.kv_transfer_params else None
     if transfer is not None and transfer.do_remote_decode and stream:
         raise field_error("kv_transfer_params", ": do_remote_decode is for an answer that is not streamed")

@@ -14,7 +14,7 @@ from ...core.drafts import DraftSummary
 from ...core.logprobs import PromptToken, TokenLogprob
 from ...core.request import FinishReason, GenerateChunk, ToolCallDelta, Usage
 from ..http.connection import sse_event
-from ..http.text_event import TextEvent
+from ..http.response_parts import TextEvent
 from .custom_tools import CustomInput, whole_input
 from .request_parsing import ResponseSpec
 from .token_logprobs import JsonObject, logprob_columns, one_column, prompt_entries, token_entries, token_entry

@@ -19,7 +19,7 @@ from ...core.request import GenerateChunk
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import ApiError, json_response
 from ..http.request_context import context_of, request_id_of
-from ..http.text_event import TextEncoder
+from ..http.response_parts import TextEncoder
 from ..metadata import ServerInfo
 from .json_body import read_members
 from .responses_input import JsonObject

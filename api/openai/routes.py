@@ -22,7 +22,7 @@ from ...core.tasks import merge_streams
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, sse_event
 from ..http.error_responses import json_response, openai_error_body
 from ..http.request_context import context_of, request_id_of
-from ..http.text_event import TextEvent
+from ..http.response_parts import TextEvent
 from ..metadata import ServerInfo
 from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape

@@ -122,7 +122,8 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InvalidArgument: there are two, or one that is not complete; `field` names it.
         """
-        return only_constraint(self._constraints())
+        constraints = [*self._constraints()]
+        return only_constraint(constraints) if constraints else None
 
     def _constraints(self) -> Iterator[GuidedDecoding]:
         if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:

@@ -17,7 +17,7 @@ from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
 from ..http.error_responses import json_response
 from ..http.request_context import request_id_of
-from ..size_limits import MAX_RESPONSE_BYTES, check_response_size, response_limit
+from ..size_limits import JSON_SHARE, MAX_RESPONSE_BYTES, response_too_large
 from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
     acquire_encoder,
@@ -147,8 +147,9 @@ class ScoringRoutes:
             arrays, tokens = await _pool(model, inputs, task, body.prompt_name)
         size = sum(array.nbytes for array in arrays)
         as_json = body.encoding_format != "base64"
-        limit = response_limit(self._max_response_size, as_json)
-        check_response_size(_TASKS[task], size, limit, as_json)
+        limit = self._max_response_size // JSON_SHARE if as_json else self._max_response_size
+        if size > limit:
+            raise response_too_large(_TASKS[task], size, limit, as_json)
         head = _head(request, "pool", model)
         return await offload_if_large(size, _pooled, head, arrays, body.encoding_format, usage_of(tokens))
 

@@ -28,7 +28,7 @@ from ..header_rules import HeaderForwarding
 from ..http.connection import CancelOnDisconnect, EventStreamResponse, read_json_body, sse_event
 from ..http.error_responses import json_response, v2_error_body
 from ..http.request_context import context_of, record_error
-from ..http.text_event import MOST_TEXT, TextEvent
+from ..http.response_parts import MOST_TEXT, TextEvent
 from ..infer_call import is_empty_final, read_up_to_two, release_memory_after
 from ..metadata import ServerInfo, server_metadata
 from .generate import (

@@ -215,8 +215,8 @@ class InferEndpoint:
         encoding = content_encoding.content_coding(coding.decode("latin-1")) if coding else ""
         length = _header_length(headers)
         limit = self._max_size if length is None else self._max_raw_size
-        check = size_limits.check_json_size if length is None else size_limits.check_raw_size
-        body = await receive_body(request, headers.get(b"content-length", b""), lambda size: check(size, limit))
+        too_large = size_limits.json_too_large if length is None else size_limits.raw_too_large
+        body = await receive_body(request, headers.get(b"content-length", b""), limit, too_large)
         if encoding:
             body = await offload_if_large(len(body), content_encoding.decompress, body, encoding, limit)
         if length is not None and not 0 <= length <= len(body):
@@ -225,7 +225,8 @@ class InferEndpoint:
             refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
         document, json_size = None, len(body) if length is None else length
         if json_size > PIECE_BYTES:
-            size_limits.check_json_size(json_size, self._max_size)
+            if json_size > self._max_size:
+                raise size_limits.json_too_large(json_size, self._max_size)
             document = await parse_long_document(memoryview(body)[:json_size])
         call = self._reader.read(config, body, length, document)
         if self._forwarding is not None and (forwarded := self._forwarding.parameters(headers)):

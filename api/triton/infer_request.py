@@ -150,7 +150,8 @@ class InferRequestReader:
         JSON, if `parse_long_document` has read it already. Raises `CharoniaError` if the body is no such request.
         """
         json_size = len(body) if header_length is None else header_length
-        size_limits.check_json_size(json_size, self.max_size)
+        if json_size > self.max_size:
+            raise size_limits.json_too_large(json_size, self.max_size)
         if header_length is None:
             known = self.bodies.find(config.name, body)
         else:
@@ -159,7 +160,8 @@ class InferRequestReader:
             return known
         view = memoryview(body).toreadonly()
         if header_length == 0:
-            size_limits.check_raw_size(len(body), self.max_raw_size)
+            if len(body) > self.max_raw_size:
+                raise size_limits.raw_too_large(len(body), self.max_raw_size)
             return InferCall(_read_raw_request(config, view), {}, _RAW_OUTPUT)
         if document is None:
             document = parse_json_object(view[:json_size])
@@ -246,7 +248,9 @@ class _Reading:
         name, datatype = declared.name, declared.datatype
         json_tensors.refuse_binary_only(datatype, name)
         count = raw_tensors.element_count(declared)
-        size_limits.check_json_tensor_size(name, json_tensors.byte_size(datatype, count), self._reader.max_size)
+        size = json_tensors.byte_size(datatype, count)
+        if size > self._reader.max_size:
+            raise size_limits.json_tensor_too_large(name, size, self._reader.max_size)
         if type(data) is UnparsedContainer:
             if data.is_object:
                 raise wrong_json_type("data", "non-array as array")

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ...api.http.error_responses import ApiError
-from ...api.http.web_pages import ANY, HostPort, is_loopback, parse_host_names, plain_name
+from ...api.http.rules import ANY, HostPort, is_loopback, parse_host_names, plain_name
 from ...core.errors import NotFound
 
 _FOLDER = Path(__file__).parent / "page"

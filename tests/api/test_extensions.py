@@ -16,7 +16,7 @@ from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app, build_worker_app, protected_app, routed_app
 from charonia.api.extensions import RouteExtensions
 from charonia.api.header_rules import RequiredHeader
-from charonia.api.http.access import HttpRules
+from charonia.api.http.rules import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import NotFound
 from charonia.core.extension_contracts import ExtensionHost, PathAccess, RoutesPlan, ServedRoutes

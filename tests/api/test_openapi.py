@@ -14,7 +14,7 @@ from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app, build_worker_app, control_routes
 from charonia.api.extensions import ForwardedRoute, RouteExtensions
 from charonia.api.header_rules import RequiredHeader, restricted_api_of
-from charonia.api.http.access import HttpRules
+from charonia.api.http.rules import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.api.openai.audio_routes import TRANSCRIPTIONS, TRANSLATIONS
 from charonia.api.openapi import BODIES

@@ -14,7 +14,7 @@ import pytest
 
 from charonia.api.app import all_routes, routed_app
 from charonia.api.grpc.control_rpcs import bound_rpcs
-from charonia.api.http.access import HttpRules
+from charonia.api.http.rules import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.core.request_context import DONE, RequestContext
 from charonia.core.tensor import Tensor

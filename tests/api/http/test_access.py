@@ -8,8 +8,8 @@ import pytest
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
 from charonia.api.header_rules import RequiredHeader
-from charonia.api.http.access import HttpRules, parse_allowed_origins
 from charonia.api.http.request_context import RequestContextMiddleware
+from charonia.api.http.rules import HttpRules, parse_allowed_origins
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
 

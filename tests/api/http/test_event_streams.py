@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from charonia.api.http.connection import EventStreamResponse
-from charonia.api.http.text_event import MOST_TEXT, TextEncoder, TextEvent
-from charonia.api.http.write_coalescer import MOST_PARTS
+from charonia.api.http.response_parts import MOST_PARTS, MOST_TEXT, TextEncoder, TextEvent
 from charonia.core.direct_stream import DirectStream
 from charonia.core.errors import CharoniaError
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from charonia.api.http.write_coalescer import MOST_PARTS, WriteCoalescer
+from charonia.api.http.response_parts import MOST_PARTS, WriteCoalescer
 
 
 class Transport(asyncio.Transport):

@@ -12,8 +12,8 @@ import pytest
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app
 from charonia.api.header_rules import APIS
-from charonia.api.http.access import HttpRules
 from charonia.api.http.request_head import MAX_HEAD_BYTES, MAX_HEADERS
+from charonia.api.http.rules import HttpRules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.cli.options import HttpOptions

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app
 from charonia.api.header_rules import _API, APIS
-from charonia.api.http.access import _OPEN
+from charonia.api.http.rules import _OPEN
 from charonia.api.metadata import ServerInfo
 from charonia.api.prometheus import MetricRegistries
 from charonia.cli.options import HttpOptions

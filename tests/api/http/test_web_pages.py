@@ -9,8 +9,8 @@ import pytest
 from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import all_routes, build_app
 from charonia.api.header_rules import RequiredHeader
-from charonia.api.http.access import HttpRules
-from charonia.api.http.web_pages import is_protected, parse_allowed_hosts
+from charonia.api.http.access import is_protected
+from charonia.api.http.rules import HttpRules, parse_allowed_hosts
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument
 from charonia.core.extension_contracts import PathAccess

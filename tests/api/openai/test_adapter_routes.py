@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from charonia.api.app import build_app
-from charonia.api.http.access import HttpRules
+from charonia.api.http.rules import HttpRules
 from charonia.api.metadata import ServerInfo
 from charonia.core.adapter import Adapter
 from charonia.core.errors import LONGEST_MESSAGE, InvalidArgument, shorten

@@ -21,7 +21,7 @@ from charonia.api.api_keys import Keyring, Tenant
 from charonia.api.app import build_app, build_worker_app, control_routes
 from charonia.api.extensions import RouteExtensions
 from charonia.api.header_rules import RequiredHeader
-from charonia.api.http.access import HttpRules
+from charonia.api.http.rules import HttpRules
 from charonia.api.http.server import HttpServer
 from charonia.api.metadata import ServerInfo
 from charonia.core.errors import InvalidArgument

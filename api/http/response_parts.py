@@ -1,13 +1,56 @@
-"""Responses, and parts of them, that wait for each other until a turn of the event loop ends."""
+"""Parts of streamed responses: the server-sent events of a text, most of which are alike but for the text, and the
+writes of a turn of the event loop, which leave together when it ends."""
 
 import asyncio
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import TypeAlias
 
-_MOST_WAITING = 16
-"""Responses that wait for each other: the first for as long as it takes to make the others."""
+import orjson
+
+from ...core.logprobs import TokenLogprob
+
+TextEncoder: TypeAlias = Callable[[str, int, TokenLogprob | None], bytes | None]
+"""Encodes what a `TextSink` takes as events, maybe none; None leaves it."""
+EventTail: TypeAlias = Callable[[int, TokenLogprob | None], bytes]
+"""Makes what stands behind the text of an event."""
+
+MOST_TEXT = 4096
+"""Characters of a text whose event is written as soon as it is made. A longer one is of many tokens."""
 
 MOST_PARTS = 64
-"""Parts of responses that wait for each other: they are made faster."""
+"""Parts of responses that wait for each other: they are made faster than whole ones."""
+
+_MOST_RESPONSES = 16
+"""Whole responses that wait for each other: the first for as long as it takes to make the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A `TextEncoder` of events that are alike but for the text and, with a `tail`, what that makes: what stands before
+    and behind the text's JSON. Only without one there is no event of no text."""
+
+    before: bytes
+    behind: bytes = b""
+    tail: EventTail | None = None
+
+    def __call__(self, text: str, tokens: int, logprob: TokenLogprob | None) -> bytes | None:
+        if not text:
+            return b"" if self.tail is None else None
+        return self.before + orjson.dumps(text) + (self.behind if self.tail is None else self.tail(tokens, logprob))
+
+
+class ChunkHeads(dict[int, bytes]):
+    """What stands in an HTTP chunk with an `event` before the JSON of its text, by the bytes of that JSON."""
+
+    def __init__(self, event: TextEvent) -> None:
+        super().__init__()
+        self._before = event.before
+        self._around = len(event.before) + len(event.behind)
+
+    def __missing__(self, size: int) -> bytes:
+        head = self[size] = b"%x\r\n%b" % (size + self._around, self._before)
+        return head
 
 
 class WriteCoalescer:
@@ -33,7 +76,7 @@ class WriteCoalescer:
             transport.write(response)
             return
         self._responses[transport] = response
-        self.bound(len(self._responses), _MOST_WAITING)
+        self.bound(len(self._responses), _MOST_RESPONSES)
 
     def write_part(self, transport: asyncio.Transport, part: bytes) -> None:
         """As `write_soon`. A part behind one that waits flushes that: whether its client reads is then known."""
