@@ -1,11 +1,11 @@
-"""How a request wants its tokens chosen: names, ranges and defaults."""
+"""How a request wants its tokens chosen: names, ranges, defaults, and how many fit into a model's length."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from .errors import InvalidArgument
+from .errors import ContextLengthExceeded, InvalidArgument
 from .logprobs import MAX_LOGPROBS
 
 MAX_LISTED_TOKENS = 1024
@@ -99,6 +99,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def chosen_seed(self) -> int | None:
         return None if self.seed == -1 else self.seed
+
+
+class TokenLimit(NamedTuple):
+    """The most tokens of a text. `subject` begins the error message, up to the number."""
+
+    tokens: int
+    subject: str = "this model's maximum context length is"
+
+    def error(self, what: str, field: str) -> ContextLengthExceeded:
+        """The error for a longer text, whose length `what` describes."""
+        return ContextLengthExceeded(f"{self.subject} {self.tokens} tokens: {what}", field=field)
+
+    def check_sequence(self, prompt: int, new: int, prompt_field: str = "prompt") -> None:
+        """Raises `ContextLengthExceeded` if the prompt's and the new tokens together exceed the limit; its `field` is
+        the parameter to change, `prompt_field` that of the prompt."""
+        if prompt + new <= self.tokens:
+            return
+        if prompt < self.tokens:
+            raise self.error(f"a prompt of {prompt} with max_tokens {new} exceeds it", "max_tokens")
+        raise self.error(f"a prompt of {prompt} leaves no room for an answer", prompt_field)
 
 
 def check_range(name: str, value: Any, must_be: str, holds: Callable[[Any], object]) -> None:

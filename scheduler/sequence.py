@@ -10,7 +10,7 @@ from ..core.errors import InvalidArgument
 from ..core.logprobs import PromptLogprobs
 from ..core.resolved_sampling import ResolvedSampling
 from ..core.retention import Retention
-from ..core.token_limit import TokenLimit
+from ..core.sampling import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager

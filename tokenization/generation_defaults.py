@@ -38,11 +38,6 @@ class GenerationDefaults(NamedTuple):
             log.warning("eos_token_id %s is outside the vocabulary of %d tokens and ends no text", strange, vocab_size)
         return self._replace(eos=eos)
 
-    def resolve(self, sampling: SamplingParams, name: str) -> Any:
-        """The sampling parameter `name` of a request, or the model's own if that is None."""
-        value = getattr(sampling, name)
-        return getattr(self, name) if value is None else value
-
 
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
     """Read generation_config.json, or a GGUF file's metadata. If it lacks eos, that is config.json's, then the

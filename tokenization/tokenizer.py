@@ -16,7 +16,7 @@ from ..core.errors import InvalidArgument, Unavailable
 from ..core.logprobs import TokenPiece, TokenPieces
 from ..core.native_calls import NativeCall
 from ..core.request import Conversation, Prompt, TextWithMedia
-from ..core.token_limit import TokenLimit
+from ..core.sampling import TokenLimit
 from .bounded_encoder import BoundedEncoder
 from .byte_level_bpe import LETTER_BYTES
 from .chat_template import DEFAULT, TOOL_USE, ChatTemplate, find_templates, read_template

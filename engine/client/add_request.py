@@ -6,6 +6,7 @@ Knows nothing of sockets and text.
 import secrets
 from collections.abc import Sequence
 from math import inf
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,8 +17,7 @@ from ...core.request import Conversation, GenerateRequest
 from ...core.request_context import RequestContext
 from ...core.resolved_sampling import LogitsParams, ResolvedSampling
 from ...core.retention import Retention
-from ...core.sampling import SamplingParams
-from ...core.token_limit import TokenLimit
+from ...core.sampling import SamplingParams, TokenLimit
 from ...scheduler.plan import IntArray
 from ...scheduler.sequence import SequenceSpec
 from ...tokenization.generation_defaults import GenerationDefaults
@@ -38,6 +38,8 @@ _PENALTIES = (1e-4, 1e4)
 """Least and greatest repetition penalty that still changes something; beyond are overflows."""
 
 NO_LOGITS_PARAMS = LogitsParams()
+
+T = TypeVar("T")
 
 
 def build_add_request(
@@ -74,12 +76,12 @@ def build_add_request(
         prompt=tokens,
         max_tokens=_max_tokens(request, len(prompt), engine.max_model_len),
         sampling=ResolvedSampling(
-            temperature=min(defaults.resolve(sampling, "temperature"), _FLAT),
-            top_k=min(max(0, defaults.resolve(sampling, "top_k")), engine.vocab_size),
-            top_p=max(defaults.resolve(sampling, "top_p"), _ONE_TOKEN),
+            temperature=min(_or_default(sampling.temperature, defaults.temperature), _FLAT),
+            top_k=min(max(0, _or_default(sampling.top_k, defaults.top_k)), engine.vocab_size),
+            top_p=max(_or_default(sampling.top_p, defaults.top_p), _ONE_TOKEN),
             seed=secrets.randbits(63) if sampling.chosen_seed is None else sampling.chosen_seed,
             choice=request.choice,
-            min_p=defaults.resolve(sampling, "min_p"),
+            min_p=_or_default(sampling.min_p, defaults.min_p),
             logits=_logits_params(sampling, defaults, stops, bad_words, engine),
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
@@ -163,7 +165,7 @@ def _logits_params(
     """None where nothing changes the logits."""
     least, most = _PENALTIES
     params = LogitsParams(
-        repetition_penalty=min(max(defaults.resolve(sampling, "repetition_penalty"), least), most),
+        repetition_penalty=min(max(_or_default(sampling.repetition_penalty, defaults.repetition_penalty), least), most),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=tuple(sampling.logit_bias.items()),
@@ -183,6 +185,11 @@ def _logits_params(
         message = "allowed_token_ids: bad_words, or tokens that end the text before min_tokens, leave none of them"
         raise InvalidArgument(message, field="allowed_token_ids")
     return None if params == NO_LOGITS_PARAMS else params
+
+
+def _or_default(chosen: T | None, default: T) -> T:
+    """What a request says of its sampling, or else its model."""
+    return default if chosen is None else chosen
 
 
 def _allowed(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -26,9 +26,9 @@ from ...core.request import (
     join_chunks,
 )
 from ...core.request_context import RequestContext
+from ...core.sampling import TokenLimit
 from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
-from ...core.token_limit import TokenLimit
 from ..core.messages import CoreReady
 from .media_tensors import MEDIA_NAMES, read_media
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of

@@ -33,7 +33,7 @@ from ...core.request import (
     prompt_media,
 )
 from ...core.request_context import Outcome, RequestContext
-from ...core.token_limit import TokenLimit
+from ...core.sampling import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics, record_request, v2_statistics
 from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig

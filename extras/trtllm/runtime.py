@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...core.errors import CharoniaError, Internal, InvalidArgument, Unavailable
-from ...core.token_limit import TokenLimit
+from ...core.sampling import TokenLimit
 from ...engine.core.messages import AddRequest, CoreReady
 from ...scheduler.sequence import SequenceSpec
 from .llm_factory import make_llm, read_model_info

@@ -13,9 +13,9 @@ from ...core.errors import InvalidArgument
 from ...core.model import ModelConfig
 from ...core.request import GenerateChunk, InferRequest, InferResponse
 from ...core.request_context import RequestContext, SequenceRecord
+from ...core.sampling import TokenLimit
 from ...core.tasks import merge_streams
 from ...core.tensor import NUMPY_TYPES, Tensor, TensorSpec
-from ...core.token_limit import TokenLimit
 from ...engine.client.infer import GeneratingModel, collect_answers
 from .cancellation import cancel_request, wants_cancellation
 from .token_fields import FIELDS, OUTPUTS, FieldUse, find_field

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from ...core.adapter import LoraTask
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest, InferRequest
-from ...core.sampling import SamplingParams
+from ...core.sampling import SamplingParams, TokenLimit
 from ...core.tensor import Tensor
-from ...core.token_limit import TokenLimit
 from ...engine.client.request_parameters import one_element, parse_request_parameters, text_of
 from .cancellation import request_id
 from .token_fields import FieldUse, find_field

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.sampling import SamplingParams
 from charonia.tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
 from charonia.tokenization.tokenizer import Tokenizer
 
@@ -62,14 +61,6 @@ def test_an_end_that_the_model_cannot_write_is_told(caplog: pytest.LogCaptureFix
     caplog.clear()
     assert model.limited_to(401).limited_to(401).eos == (1, 400)
     assert caplog.text.count("outside") == 1
-
-
-def test_the_request_wins() -> None:
-    model = GenerationDefaults((1,), 0.6, 20, 0.9, 0.1, 1.1)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    assert [model.resolve(SamplingParams(), name) for name in names] == [0.6, 20, 0.9, 0.1, 1.1]
-    asked = SamplingParams(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-    assert [model.resolve(asked, name) for name in names] == [0.0, -1, 1.0, 0.0, 1.0]
 
 
 def test_a_decoder_begins_as_its_files_say(checkpoint: Path) -> None:

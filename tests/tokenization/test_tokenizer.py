@@ -11,7 +11,7 @@ import transformers
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from charonia.core.request import ChatMessage, Conversation, Tool
-from charonia.core.token_limit import TokenLimit
+from charonia.core.sampling import TokenLimit
 from charonia.tokenization.checkpoint_files import locate_checkpoint
 from charonia.tokenization.detokenizer import make_detokenizer
 from charonia.tokenization.tokenizer import Tokenizer

@@ -55,6 +55,14 @@ def test_the_models_own_penalty_counts() -> None:
     assert add(model, repetition_penalty=1.0, min_p=0.0).sampling.logits is None
 
 
+def test_the_request_wins_over_its_model() -> None:
+    model = GenerationDefaults((7,), 0.6, 20, 0.9, 0.1, 1.1)
+    own = add(model).sampling
+    assert (own.temperature, own.top_k, own.top_p, own.min_p) == (0.6, 20, 0.9, 0.1)
+    chosen = add(model, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0).sampling
+    assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, chosen.logits) == (0.0, 0, 1.0, 0.0, None)
+
+
 def test_a_bias_for_a_token_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="100") as refusal:
         add(logit_bias={100: 1.0})

@@ -11,8 +11,8 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
 from charonia.core.request import FinishReason, GenerateChunk, GenerateRequest, InferRequest, Usage
 from charonia.core.request_context import RequestContext
+from charonia.core.sampling import TokenLimit
 from charonia.core.tensor import NUMPY_TYPES, Tensor, TensorSpec
-from charonia.core.token_limit import TokenLimit
 from charonia.engine.core.messages import CoreReady
 from charonia.extras.trtllm.token_fields import FIELDS, FieldUse
 from charonia.extras.trtllm.token_layout import TokenLayout
