@@ -7,9 +7,10 @@ Knows nothing of protocols, of the source of its config, and of how its runtimes
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 from ..core.direct_stream import ReadyResponse
 from ..core.errors import CharoniaError, InvalidArgument, RequestTimeout, Unavailable, request_id_prefix
@@ -42,9 +43,8 @@ from .batching.dispatcher import Dispatcher
 from .batching.dynamic_batcher import DynamicBatcher
 from .batching.inference_job import InferenceJob
 from .batching.instance_pool import DEFAULT_RESTART_PAUSE, EXECUTION_TIMEOUT, RESTART_PAUSE, InstancePool
-from .batching.queued_request import QueuedRequest
+from .batching.queued_request import QueuedRequest, ResponseChannel, ResponseOrderer
 from .batching.request_execution import execute_alone
-from .batching.response_channel import ResponseChannel, ResponseOrderer, SingleResponseStream
 from .batching.response_router import ResponseRouter
 from .sequences.sequence_scheduler import SequenceScheduler
 from .sequences.sequence_support import read_sequence_support
@@ -176,7 +176,7 @@ class ClassicModel:
         if self.config.decoupled:
             return self._stream(request, context)
         answer = self.answer_now(request, context)
-        return ReadyResponse(answer[0]) if answer else SingleResponseStream(partial(self._respond, request, context))
+        return ReadyResponse(answer[0]) if answer else _SingleResponseStream(partial(self._respond, request, context))
 
     def answer_now(
         self, request: InferRequest, context: RequestContext | None = None
@@ -301,6 +301,31 @@ class ClassicModel:
         for error in errors:
             if error is not None:
                 raise InvalidArgument(f"failed to run warmup sample '{request.id}' on '{instance}': {error}")
+
+
+class _SingleResponseStream:
+    """The stream of one response, which `make` computes when it is asked for. An async generator would cost as much
+    again as a small execution."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, InferResponse]]) -> None:
+        self._make: Callable[[], Coroutine[Any, Any, InferResponse]] | None = make
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, InferResponse]:
+        make = self._make
+        self._make = None
+        return _stop_iteration() if make is None else make()
+
+    async def aclose(self) -> None:
+        self._make = None
+
+
+async def _stop_iteration() -> InferResponse:
+    raise StopAsyncIteration
 
 
 def _ask_to_end(queued: QueuedRequest) -> bool:

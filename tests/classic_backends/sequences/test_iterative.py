@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from charonia.classic_backends.batching.batch_execution import BatchLayout, ModelSignature
 from charonia.classic_backends.batching.inference_job import InferenceJob, SequenceFlags
-from charonia.classic_backends.batching.queued_request import QueuedRequest
-from charonia.classic_backends.batching.response_channel import ResponseChannel
+from charonia.classic_backends.batching.queued_request import QueuedRequest, ResponseChannel
 from charonia.classic_backends.sequences.sequence_scheduler import SequenceScheduler
 from charonia.classic_backends.sequences.sequence_support import read_sequence_support
 from charonia.core.errors import Cancelled, Internal, Unavailable
