@@ -14,8 +14,9 @@ from .block_hashes import HashExtras, chain_hashes, group_key, group_keys
 from .block_pool import BlockPool
 from .block_table import NO_BLOCK, BlockTable
 from .events.cache_events import CacheEvents, GroupEvents
-from .layer_groups import ONE_GROUP, LayerGroups, SpanDemand, last_end
+from .layer_groups import ONE_GROUP, LayerGroups, last_end
 from .retention.session_retention import NO_RETENTION, RetentionBudget, SessionRetention
+from .sliding.sliding_groups import SlidingGroups
 from .states.draft_states import DraftStates
 from .states.state_pool import StatePool
 from .tiers.block_tiers import BlockTiers
@@ -57,10 +58,12 @@ class KVCacheManager:
         self.groups = groups
         self.span_blocks = groups.total
         """Blocks of the same tokens, one of each group."""
-        self.demand = SpanDemand(groups, block_size)
-        self._shared_sliding = 0  # holds of blocks of sliding groups beyond the first of each
+        self.window = groups.window_spans(block_size)
+        """Spans that the token after them sees in a sliding group."""
         self.events = events
         self._pool = BlockPool(blocks, events, retention.lists, retention.blocks)
+        self.sliding = SlidingGroups(groups, block_size, self._pool) if groups.sliding else None
+        """None: all layers keep every token."""
         of_states = None if events is None else GroupEvents(events, groups.total)
         self.states = None
         if snapshots and prefix_caching:
@@ -91,9 +94,8 @@ class KVCacheManager:
 
     @property
     def admissible_blocks(self) -> int:
-        """Free blocks, but those that sequences will take in place of blocks that they share and that slide: they do
-        not come back when one sequence gives them up."""
-        return self._pool.free - self._shared_sliding
+        """Free blocks, but those that sequences will take in place of blocks that they share and that slide."""
+        return self._pool.free if self.sliding is None else self._pool.free - self.sliding.shared
 
     @property
     def open_tables(self) -> int:
@@ -106,7 +108,7 @@ class KVCacheManager:
     def blocks_for(self, tokens: int) -> int:
         """The most blocks that a sequence holds until it has `tokens` tokens."""
         spans = self.spans_for(tokens)
-        return self.demand.blocks(spans) if self.groups.sliding else spans * self.span_blocks
+        return spans * self.span_blocks if self.sliding is None else self.sliding.demand.blocks(spans)
 
     def spans_of(self, table: BlockTable) -> int:
         """Spans that the table has, those included that slid."""
@@ -120,7 +122,7 @@ class KVCacheManager:
     def longest(self) -> int:
         """Tokens of the longest sequence that there is room for; of one that fits however long it is, a large
         number."""
-        spans = self.demand.longest(self.blocks)
+        spans = self.blocks // self.span_blocks if self.sliding is None else self.sliding.demand.longest(self.blocks)
         return _ANY_LENGTH if spans is None else spans * self.block_size
 
     def missing_blocks(self, table: BlockTable, tokens: int) -> int:
@@ -180,19 +182,15 @@ class KVCacheManager:
         if groups.full != 1:
             full = range(groups.full)
             spans = (all(is_cached(group_key(block_hash, group)) for group in full) for block_hash in following)
-        number = end = last_end(first + sum(takewhile(bool, spans)), resumable)
-        while number > max(end - self.demand.window, 0):
-            number -= 1
-            if not all(is_cached(group_key(hashes[number], group)) for group in range(groups.full, self.span_blocks)):
-                number = end = last_end(number, resumable)
-        return end
+        end = last_end(first + sum(takewhile(bool, spans)), resumable)
+        return end if self.sliding is None else self.sliding.prefix_end(hashes, end, is_cached, resumable)
 
     def _hold_spans(self, table: BlockTable, hashes: Sequence[bytes], restore: bool) -> bool:
         """Let the table have the spans of `hashes` after those that it has, but of sliding groups only what the next
         token sees. `restore`: also what is elsewhere. False: one is missing; then the table has no more spans than
         before, or, where it can begin anywhere, those before the missing one."""
         groups, first = self.groups, table.committed
-        slid = max(len(hashes) - self.demand.window, 0) if groups.sliding else 0
+        slid = 0 if self.sliding is None else max(len(hashes) - self.window, 0)
         columns: list[list[int]] = []
         for group in range(self.span_blocks):
             begin = first if group < groups.full else max(first, slid)
@@ -203,9 +201,8 @@ class KVCacheManager:
                 return False
         table.blocks += chain.from_iterable(zip(*columns, strict=True))
         table.committed = first + len(columns[0])
-        if groups.sliding:
-            self._shared_sliding += self._holds_beyond_first([*chain(*columns[groups.full :])])
-            self._slide_to(table, slid)
+        if self.sliding is not None:
+            self.sliding.share(table, first, slid)
         return table.committed == len(hashes)
 
     def _share(self, keys: Sequence[bytes], restore: bool) -> list[int]:
@@ -219,10 +216,6 @@ class KVCacheManager:
                 break
             blocks.append(block)
         return blocks
-
-    def _holds_beyond_first(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are held by another table too."""
-        return sum(block != NO_BLOCK and self._pool.references[block] > 1 for block in blocks)
 
     def shareable(self, hashes: Sequence[bytes], known: int) -> int:
         """Tokens of the prefix that are cached, or that an open table computes right now. Where sequences have states,
@@ -273,7 +266,7 @@ class KVCacheManager:
             most = table.forked // self.block_size
             resumable = [number for number in range(first + 1, most + 1) if states.is_kept(hashes[number - 1])]
         end = self._prefix_end(hashes, first, self.is_findable, resumable)
-        taken = self.groups.full * (end - first) + self.groups.sliding * min(self.demand.window, end - first)
+        taken = self.groups.full * (end - first) + self.groups.sliding * min(self.window, end - first)
         if end <= first or taken > self._pool.free:
             return
         tiers.use(hashes[first:end], self.span_blocks)  # what makes room for them is to take the place of others
@@ -302,7 +295,9 @@ class KVCacheManager:
         nothing slides, `extend(table, tokens)` would succeed."""
         spans = self.spans_of(table)
         more = max(self.spans_for(tokens) - spans, 0)
-        needed = self.demand.to_come(more, spans - table.slid) if self.groups.sliding else more * self.span_blocks
+        needed = more * self.span_blocks
+        if self.sliding is not None:
+            needed = self.sliding.demand.to_come(more, spans - table.slid)
         return needed + spare <= self.admissible_blocks
 
     def extend(self, table: BlockTable, tokens: int) -> bool:
@@ -322,19 +317,6 @@ class KVCacheManager:
             self.states.demote(evicted)
         return block
 
-    def slide(self, table: BlockTable, computed: int) -> None:
-        """Give up the blocks of sliding groups that no token from position `computed` on sees. They stay cached."""
-        self._slide_to(table, max(computed + 1 - self.groups.window, 0) // self.block_size)
-
-    def _slide_to(self, table: BlockTable, spans: int) -> None:
-        total, full = self.span_blocks, self.groups.full
-        for span in range(table.slid, spans):
-            of_sliding = slice(span * total + full, (span + 1) * total)
-            self._shared_sliding -= self._holds_beyond_first(table.blocks[of_sliding])
-            self._drop_all(table.blocks[of_sliding])
-            table.blocks[of_sliding] = [NO_BLOCK] * (total - full)
-        table.slid = max(table.slid, spans)
-
     def commit(self, table: BlockTable, hashes: Sequence[bytes]) -> None:
         """The next blocks of the table are full and final, with these hashes: from now on they can be found."""
         first, total = table.committed, self.span_blocks
@@ -353,8 +335,8 @@ class KVCacheManager:
         """Give all blocks back, newest first: a prefix outlives what was built on it."""
         self._tables.remove(table)
         self._settle(table.promised[table.committed :])
-        for group in range(self.groups.full, self.span_blocks):
-            self._shared_sliding -= self._holds_beyond_first(table.blocks[group :: self.span_blocks])
+        if self.sliding is not None:
+            self.sliding.close(table)
         self._drop_all(table.blocks)
         table.blocks.clear()
 
@@ -381,20 +363,15 @@ class KVCacheManager:
         self._pool.check_integrity(held)
         if self.tiers is not None:
             self.tiers.host.check_integrity()
+        if self.sliding is not None:
+            self.sliding.check_integrity(self._tables)
         if self.retention is not None:
             self.retention.check_integrity()
         computing: Counter[bytes] = Counter()
-        sliding: list[int] = []
         for table in self._tables:
-            full, count = self.groups.full, self.span_blocks
-            assert len(table.blocks) % count == 0, "a span lacks a block"
-            for span in range(self.spans_of(table)):
-                of_sliding = table.blocks[span * count + full : (span + 1) * count]
-                assert all((block == NO_BLOCK) == (span < table.slid) for block in of_sliding), "slid, or not"
-                sliding += [block for block in of_sliding if block != NO_BLOCK]
+            assert len(table.blocks) % self.span_blocks == 0, "a span lacks a block"
             blocks = [block for block in table.blocks if block != NO_BLOCK]
             assert len(set(blocks)) == len(blocks), "a block twice in one table"
             assert table.committed <= self.spans_of(table)
             computing.update(table.promised[table.committed :])
         assert computing == self._computing, "a promise leaked"
-        assert self._shared_sliding == len(sliding) - len(set(sliding)), "holds of sliding blocks are miscounted"

@@ -79,12 +79,11 @@ class RunningSet:
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
         self.scheduled = _counter(size)
         self.computed = _counter(size)
-        self.next_commit_at = np.full(size, cache.block_size, np.int32)  # computed tokens that fill the next block
+        self.next_commit_at = np.full(size, cache.block_size, np.int32)  # computed tokens that fill its next block
         self.token_limit = _counter(size)
         self.decode_limit = _counter(size)  # tokens it may have scheduled as a decoding row; 0: none, or awaits results
         self.capacity = _counter(size)  # tokens its blocks hold
-        self.slid = _counter(size)  # blocks without the tokens that no sliding layer sees any more
-        self.next_slide_at = np.full(size, UNLIMITED, np.int32)  # computed tokens after which there is another one
+        self.slid = _counter(size)  # spans whose tokens no sliding layer sees any more
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
         self.max_in_flight = _counter(size)  # plans in flight that may have the row
         self.drafts_from = np.full(size, UNLIMITED, np.int32)  # tokens known when it may have drafts, if it ever may
@@ -143,9 +142,9 @@ class RunningSet:
         """Blocks that running rows were promised at admission and have not taken yet."""
         size = self.cache.block_size
         lacking = -(-np.maximum(self.reserved_tokens - self.capacity, 0)[self.running] // size)
-        if not self.cache.groups.sliding:
-            return int(lacking.sum())
-        return self.cache.demand.all_to_come(lacking, (self.capacity // size - self.slid)[self.running])
+        if self.cache.sliding is None:
+            return int(lacking.sum()) * self.cache.span_blocks
+        return self.cache.sliding.demand.all_to_come(lacking, (self.capacity // size - self.slid)[self.running])
 
     def spare_blocks(self, no_evict: bool) -> int:
         """Blocks that a new sequence must leave: those promised to others, and optimistically one of each group for
@@ -170,7 +169,7 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
-        self._note_slid(row)
+        self.slid[row] = table.slid
         if self.states is not None:
             self.states.enter(row, sequence, table, self.waiting.first(FORKS_LOOKED_AT))
         self.max_in_flight[row] = min(spec.max_in_flight or self.most_in_flight, self.most_in_flight)
@@ -223,25 +222,10 @@ class RunningSet:
         self.capacity[row] = self.cache.spans_of(table) * self.cache.block_size
         return table.blocks[before:]
 
-    def slide(self) -> None:
-        """Give up blocks that are behind the window of all tokens to come."""
-        if not self.cache.groups.sliding:
-            return
-        for row in (self.computed >= self.next_slide_at).nonzero()[0].tolist():
-            self.cache.slide(self.tables[row], int(self.computed[row]))
-            self._note_slid(row)
-
-    def _note_slid(self, row: int) -> None:
-        slid, groups = self.tables[row].slid, self.cache.groups
-        self.slid[row] = slid
-        if groups.sliding:
-            self.next_slide_at[row] = (slid + 1) * self.cache.block_size + groups.window - 1
-
     def remove(self, row: int) -> None:
         """End a row's stay: it is released at once, or when the last plan in flight that has it is applied."""
         self.running[row] = False
         self.decode_limit[row] = 0
-        self.next_slide_at[row] = UNLIMITED
         self.prefilling.discard(row)
         self.releasing.add(row)
         self.forced = [forced for forced in self.forced if forced[0] != row]
@@ -361,8 +345,7 @@ class RunningSet:
         assert self.decode_limit[row] == (limit - 1 if decodes else 0)
         assert scheduled <= self.capacity[row] == self.cache.spans_of(table) * size
         assert self.slid[row] == table.slid
-        assert self.computed[row] < self.next_slide_at[row]
-        assert self.next_commit_at[row] == (table.committed + 1) * size
+        assert self.next_commit_at[row] == (table.committed + 1) * size or not self.cache.prefix_caching
 
 
 def _counter(size: int) -> IntArray:

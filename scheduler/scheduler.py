@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ..core.errors import InvalidArgument
 from ..core.metrics import EngineTotals, SequenceState
+from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
 from .config import SchedulerConfig
 from .drafts.speculation import Speculation
@@ -278,37 +279,43 @@ class Scheduler:
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
-        self._commit_full_blocks(flight)
-        rows.slide()
+        self._settle_full_blocks(flight)
         for key, _ in updates.finished:
             self._end(key)
         rows.release_settled()
         return updates
 
-    def _commit_full_blocks(self, flight: InFlightStep) -> None:
-        """Make blocks that became full findable, and the states that `flight` kept, hashing generated tokens here,
-        outside of `schedule()`."""
-        if not self._cache.prefix_caching:
+    def _settle_full_blocks(self, flight: InFlightStep) -> None:
+        """Make blocks that became full findable, and the states that `flight` kept; give up blocks that are behind the
+        window of all tokens to come."""
+        rows, cache = self._rows, self._cache
+        if not (cache.prefix_caching or cache.sliding):
             return
-        rows = self._rows
-        size = self._cache.block_size
         committed = list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
-            sequence, table = rows.sequences[row], rows.tables[row]
-            hashes = sequence.hashes
-            first = table.committed
-            end = int(rows.computed[row]) // size
-            if len(hashes) < end:
-                tokens = sequence.identity_window(len(hashes) * size, end * size)
-                hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
-            if self._cache.events is not None:
-                self._cache.events.describe(block_contents(sequence, first, end, size))
-            self._cache.commit(table, hashes[first:end])
-            rows.next_commit_at[row] = (end + 1) * size
-            committed += hashes[first:end]
+            table, full = rows.tables[row], int(rows.computed[row]) // cache.block_size
+            if cache.prefix_caching:
+                committed += self._commit(rows.sequences[row], table, full)
+            if cache.sliding is not None:
+                cache.sliding.slide(table, int(rows.computed[row]))
+                rows.slid[row] = table.slid
+            rows.next_commit_at[row] = (full + 1) * cache.block_size
         if flight.saves and rows.states is not None:
             rows.states.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
         self._waiting.wake_waiting_for_blocks(committed)
+
+    def _commit(self, sequence: Sequence, table: BlockTable, full: int) -> list[bytes]:
+        """Commit the first `full` blocks, as far as they are not, hashing generated tokens here, outside of
+        `schedule()`. Returns the hashes of those that are new."""
+        size, hashes, first = self._cache.block_size, sequence.hashes, table.committed
+        if len(hashes) < full:
+            tokens = sequence.identity_window(len(hashes) * size, full * size)
+            hashes.extend(self._cache.digest(tokens, sequence.spec.extras, hashes[-1] if hashes else None))
+        if self._cache.events is not None:
+            self._cache.events.describe(block_contents(sequence, first, full, size))
+        committed = hashes[first:full]
+        self._cache.commit(table, committed)
+        return committed
 
     def check_integrity(self) -> None:
         """Recompute everything, the cache's state included; for tests, and when idle.

@@ -113,7 +113,7 @@ BUDGETS = {
     "core": 2_446,
     "processes": 1_225,
     "telemetry": 3_025,
-    "kvcache": 1_545,
+    "kvcache": 1_576,
     "tokenization": 4_088,
     "media": 1_575,
     "scheduler": 2_403,

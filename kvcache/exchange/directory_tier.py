@@ -66,7 +66,7 @@ class DirectoryTier:
         begin with as it is."""
         shared = hashes[: (known - 1) // self._cache.block_size]
         first = self._cache.found(shared)
-        return shared[max(first - self._cache.demand.window, 0) :] if first < len(shared) else ()
+        return shared[max(first - self._cache.window, 0) :] if first < len(shared) else ()
 
     def wanted(self, hashes: Sequence[bytes], known: int, present: Container[bytes]) -> WantedPrefix:
         """The images that have to come for the longest prefix that the cache and the `present` keys of the directory
@@ -90,7 +90,7 @@ class DirectoryTier:
     def _images(self, hashes: Sequence[bytes]) -> list[ImagePlace]:
         """Those that are not in the cache of all that a sequence needs to go on after these blocks, in order."""
         cache, groups = self._cache, self._groups
-        seen = max(len(hashes) - cache.demand.window, 0)
+        seen = max(len(hashes) - cache.window, 0)
         images: list[ImagePlace] = []
         for number, block_hash in enumerate(hashes):
             own = range(groups.full if number < seen else groups.total)

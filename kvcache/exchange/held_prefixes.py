@@ -121,8 +121,8 @@ class ArrivingPrefix:
             if not cache.extend(self.table, end * size):
                 self.end()
                 return False
-            if cache.groups.sliding:
-                cache.slide(self.table, end * size)
+            if cache.sliding is not None:
+                cache.sliding.slide(self.table, end * size)
         return True
 
     def blocks(self, first: int, end: int) -> list[int]:

@@ -1,10 +1,12 @@
 """Who gets blocks, who gives them up, and when they come back."""
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import pytest
 
+from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
@@ -20,12 +22,14 @@ def trial(
     ahead: int = 0,
     budget: int = 32,
     host_blocks: int = 0,
+    groups: LayerGroups = ONE_GROUP,
+    prefix_caching: bool = True,
 ) -> SchedulerTrial:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=200, ahead=ahead, admission=admission
     )
     world = SchedulerWorld(blocks=blocks, block_size=4, live=100, host_blocks=host_blocks, scheduler=config)
-    return SchedulerTrial(world)
+    return SchedulerTrial(replace(world, groups=groups, prefix_caching=prefix_caching))
 
 
 def turn(trial: SchedulerTrial) -> None:
@@ -82,6 +86,27 @@ def test_no_evict_admits_only_what_fits_to_its_last_token() -> None:
     while one.scheduler.has_work:
         turn(one)
         assert one.scheduler.running + one.scheduler.waiting == len(one.expected), "nobody is preempted"
+
+
+def test_what_admission_promises_is_counted_in_blocks_of_every_group() -> None:
+    one = trial(blocks=18, admission="no_evict", groups=LayerGroups(full=2))
+    one.arrive(family=0, prompt=4, new=12, priority=0)
+    one.arrive(family=1, prompt=4, new=12, priority=0)
+    one.arrive(family=2, prompt=4, new=12, priority=0)
+    turn(one)
+    assert (one.scheduler.running, one.scheduler.waiting) == (2, 1)
+    one.drain()
+    assert one.scheduler.totals.preemptions == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_long_sequence_holds_its_window_and_what_is_being_computed(prefix_caching: bool) -> None:
+    one = trial(blocks=16, groups=LayerGroups(full=0, sliding=1, window=9), prefix_caching=prefix_caching)
+    one.arrive(family=0, prompt=8, new=150, priority=0)
+    while one.scheduler.has_work:
+        turn(one)
+        assert one.cache.blocks - one.cache.free_blocks <= 4
+    assert one.scheduler.totals.preemptions == 0
 
 
 def test_a_small_one_does_not_overtake_who_waits_for_blocks() -> None:

@@ -18,8 +18,8 @@ from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
 from charonia.engine.cpu import library
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.kvcache.layer_groups import SpanDemand
 from charonia.kvcache.manager import KVCacheManager
+from charonia.kvcache.sliding.sliding_groups import SpanDemand
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler

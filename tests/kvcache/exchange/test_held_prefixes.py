@@ -31,8 +31,8 @@ def computed(cache: KVCacheManager, hashes: list[bytes]) -> BlockTable:
         if not cache.extend(table, end * SIZE):
             break
         cache.commit(table, hashes[table.committed : end])
-        if cache.groups.sliding:
-            cache.slide(table, end * SIZE)
+        if cache.sliding is not None:
+            cache.sliding.slide(table, end * SIZE)
     return table
 
 

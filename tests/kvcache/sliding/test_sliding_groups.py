@@ -26,8 +26,13 @@ def run(manager: KVCacheManager, tokens: int, first: int = 0, chunk: int = SIZE)
         assert manager.extend(table, min(end + chunk, tokens))
         computed = min(end + chunk, tokens)
         manager.commit(table, hashes[table.committed : computed // SIZE])
-        manager.slide(table, computed)
+        slide(manager, table, computed)
     return table
+
+
+def slide(manager: KVCacheManager, table: BlockTable, computed: int) -> None:
+    assert manager.sliding is not None
+    manager.sliding.slide(table, computed)
 
 
 def sliding_blocks(manager: KVCacheManager, table: BlockTable) -> list[int]:
@@ -46,7 +51,7 @@ def test_a_long_sequence_holds_its_window_and_a_chunk_in_each_sliding_group() ->
         assert manager.extend(table, end)
         most = -(-(GROUPS.window + end - start) // SIZE) + 1
         assert max(sliding_blocks(manager, table)) <= most
-        manager.slide(table, end)
+        slide(manager, table, end)
         assert max(sliding_blocks(manager, table)) <= -(-GROUPS.window // SIZE) + 1
     assert manager.blocks - manager.free_blocks == 25 + 2 * 3
     manager.check_integrity()
@@ -104,7 +109,7 @@ def test_admission_counts_shared_sliding_blocks_that_will_not_come_back() -> Non
     second = manager.open(manager.digest(range(41)), 41)
     assert manager.free_blocks == free
     assert manager.admissible_blocks == free - 4
-    manager.slide(first, 48)
+    slide(manager, first, 48)
     assert manager.free_blocks == free
     assert manager.admissible_blocks == free
     manager.close(second)
@@ -133,7 +138,8 @@ def test_nobody_lacks_a_block_that_admission_promised(seed: int) -> None:
     while ended < 40:
         left = [manager.spans_for(end) - manager.spans_of(other) for other, _, _, end in running]
         held = [manager.spans_of(other) - other.slid for other, *_ in running]
-        spare = manager.demand.all_to_come(np.array(left, np.int32), np.array(held, np.int32))
+        assert manager.sliding is not None
+        spare = manager.sliding.demand.all_to_come(np.array(left, np.int32), np.array(held, np.int32))
         assert spare <= manager.admissible_blocks
         total = random.randint(1, min(120, manager.longest))
         hashes = manager.digest(range(1000 * random.randint(0, 2), 3000)[:total])
@@ -153,7 +159,7 @@ def test_nobody_lacks_a_block_that_admission_promised(seed: int) -> None:
             table, hashes, computed, end = running[at]
             computed += chunk
             manager.commit(table, hashes[table.committed : computed // SIZE])
-            manager.slide(table, computed)
+            slide(manager, table, computed)
             running[at] = table, hashes, computed, end
         for table, _, computed, end in [*running]:
             if computed == end:
