@@ -32,6 +32,7 @@ from .backend_config import read_number, read_placements
 from .batching.batch_execution import (
     BatchLayout,
     ModelSignature,
+    RaggedConfig,
     check_ragged_support,
     execute_batch,
     execute_decoupled,
@@ -90,7 +91,8 @@ class ClassicModel:
         batching = read_batching_config(config.raw, config.max_batch_size, combines)
         self._batching = batching if sequences is None else sequences.config.batching
         self._signature = ModelSignature(config, relays=loader.by_request)
-        self._layout = BatchLayout(self._signature, read_ragged_config(config.raw), sequences, loader.by_request)
+        ragged = RaggedConfig() if loader.by_request else read_ragged_config(config.raw)
+        self._layout = BatchLayout(self._signature, ragged, sequences, loader.by_request)
         self._placements = read_placements(config.name, config.raw)
         latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
         self._metrics = metrics = ModelMetrics(latencies)

@@ -41,6 +41,9 @@ _SINGLE_RESPONSE_BACKENDS = (
 )
 """Backends whose models make one response to a request."""
 
+_BY_REQUEST = ("python", "charonia_preprocessing", "charonia_postprocessing")
+"""Backends whose models get a batch as the requests that it is of, and so no tensor about all of them."""
+
 _CPU_ONLY = ("fil",)
 """Backends that on a GPU answer as on the CPU, and compute on that."""
 
@@ -48,21 +51,21 @@ _TAKE_SCALARS = ("onnxruntime", "openvino", "pytorch", "tensorflow")
 """Backends whose models may have tensors without dimensions, which a config has as a reshape to none."""
 
 _DECOUPLED = "model_transaction_policy.decoupled"
+_BATCH_TENSORS = ("batch_input", "batch_output")
 _IGNORED = ("runtime", "cc_model_filenames")
-_NO_INSTANCES = ("batch_input", "batch_output", "optimization", "dynamic_batching", "instance_group", "model_warmup")
+_NO_INSTANCES = (*_BATCH_TENSORS, "optimization", "dynamic_batching", "instance_group", "model_warmup")
 _IGNORED_OPTIMIZATION = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 _ONNX_OPTIMIZATION = ("graph", "execution_accelerators")
 _DEFAULT_PRIORITY = "PRIORITY_DEFAULT"
 _IGNORED_GROUP = ("profile", "host_policy", "secondary_devices")
 _IGNORED_STATE = ("use_same_buffer_for_input_output", "use_growable_memory")
-_IGNORED_ENSEMBLE = ("batch_input", "batch_output", "default_model_filename")
+_IGNORED_ENSEMBLE = (*_BATCH_TENSORS, "default_model_filename")
 _IGNORED_TENSOR = ("is_shape_tensor", "is_non_linear_format_io")
 _CLASSIC_ONLY = (
     "max_batch_size",
     "input",
     "output",
-    "batch_input",
-    "batch_output",
+    *_BATCH_TENSORS,
     "optimization",
     "dynamic_batching",
     "instance_group",
@@ -114,6 +117,8 @@ def ignored_fields(
         return
     if is_decoupled(config) and config["backend"] in _SINGLE_RESPONSE_BACKENDS:
         yield _DECOUPLED
+    if config["backend"] in _BY_REQUEST:
+        yield from _fields_set(config, _BATCH_TENSORS)
     onnx, optimization = config["backend"] == "onnxruntime", config.get("optimization", {})
     ignored = _IGNORED_OPTIMIZATION if onnx else (*_IGNORED_OPTIMIZATION, *_ONNX_OPTIMIZATION)
     yield from _fields_set(optimization, ignored, "optimization.")

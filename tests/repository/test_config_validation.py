@@ -243,6 +243,10 @@ def test_rules(text: str, field: str, says: str) -> None:
         ('name: "m" backend: "fil" instance_group { kind: KIND_CPU } instance_group { }', []),
         ('name: "m" backend: "repeat" model_transaction_policy { decoupled: true }', []),
         (LONE + "optimization { graph { level: 1 } }", ["optimization.graph"]),
+        (
+            'name: "m" backend: "python" batch_input { target_name: "N" } batch_output { target_name: "Y" }',
+            ["batch_input", "batch_output"],
+        ),
         ('name: "m" backend: "charonia" max_batch_size: 2 dynamic_batching {}', ["max_batch_size", "dynamic_batching"]),
     ],
 )

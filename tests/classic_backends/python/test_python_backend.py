@@ -105,6 +105,15 @@ async def test_the_instance_is_told_where_it_is(tmp_path: Path) -> None:
     }
 
 
+async def test_tensors_about_a_whole_batch_are_left_out(tmp_path: Path) -> None:
+    sizes = {"kind": "BATCH_ELEMENT_COUNT", "target_name": ["N"], "data_type": "TYPE_INT32", "source_input": ["X"]}
+    whole = {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["Y"], "source_input": ["X"]}
+    raw = {"batch_input": [sizes], "batch_output": [whole], "input": [{"name": "X"}]}
+    async with python_model(tmp_path, DOUBLE, **raw) as model:
+        [response] = await answers(model, request(3))
+    assert values(response)["Y"] == [6]
+
+
 async def test_modules_beside_the_model_are_found_both_ways(tmp_path: Path) -> None:
     version = write_model(tmp_path, "")
     (version / "beside.py").write_text("NUMBER = 3\n")
