@@ -90,6 +90,10 @@ class CapturingRanks(Protocol):
     def agree(self, own: bool, device: torch.device) -> bool:
         """Whether all ranks say yes; `own`: whether this one does. All ask at once."""
 
+    def connect(self) -> None:
+        """Exchange something of each kind that was left out alone, when all have agreed: NCCL connects ranks, and takes
+        memory, at the first exchange of a kind, which no graph can have. An error is not for one rank to survive."""
+
 
 class _Failures(NamedTuple):
     """Consecutive failed captures."""
@@ -228,7 +232,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def compute_largest(self) -> None:
-        """Compute the steps that take the most memory, and record nothing."""
+        """Compute the steps that take the most memory, and record nothing; of several ranks each `alone`."""
         computed = (self._compute(self._padded_step(key)) for key in self.buckets.largest_keys)
         sizes = [[output.nbytes for output in outputs] for outputs in computed]
         self._output_bytes = sum(map(max, *sizes)) if len(sizes) > 1 else sum(sizes[0])
@@ -254,6 +258,8 @@ class StepGraphs:
             failure = error
         failure = self._vote(failure)
         if failure is None:
+            if self._ranks is not None:
+                self._ranks.connect()
             try:
                 self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
             except Exception as error:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.adapter import Adapter
-from ...core.errors import CharoniaError, SentError, Unavailable
+from ...core.errors import CharoniaError, SentError
 from ...processes.child_process import print_traceback
 from ...processes.log_forwarding import LogForwarder, MessageWriter
 from ...scheduler.plan import MaskArray, MaskSource
@@ -33,6 +33,7 @@ from ..config import EngineConfig
 from ..worker.devices import assign_device, resolve_device
 from ..worker.image_files import RankImages
 from ..worker.loaded_rank import LoadedRank, load_rank
+from ..worker.rank_group import PeerLost
 from . import rank_messages as messages
 from .rank_connections import listen_on
 from .rank_layout import RankLayout, RankPlace
@@ -47,10 +48,6 @@ _MAX_UNRECEIVED = 4
 """Steps that a stage may be ahead of the next one before it waits."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-class PeerLost(Unavailable):
-    """Another rank no longer answers."""
 
 
 def open_store(host: str) -> Any:
@@ -208,7 +205,7 @@ def _run(
     while _execute_command(loaded, images, connection, report, clock):
         pass
     images.close()
-    loaded.close()
+    loaded.close()  # NCCL's communicators wait for the graphs that have exchanges of theirs
     leave_ranks()
 
 

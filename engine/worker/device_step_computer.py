@@ -106,7 +106,7 @@ class DeviceStepComputer:
         context = StepContext(batch, self.attention.begin_step(batch), adapters, *self.stores.begin_step(batch))
         places = to_device(np.arange(batch.size - min(sampled, batch.size), batch.size), self._device)
         logits = self.decoder.compute_logits(context, (places,))
-        assert logits is not None  # only a whole model is measured
+        assert logits is not None  # only what is not in stages is measured
         drawn = np.zeros(len(places), SAMPLING_DTYPE)
         drawn["temperature"], drawn["top_p"] = 1.0, 0.9
         HostCopy(choose_sampler(self._device)(next(logits), drawn)).read()

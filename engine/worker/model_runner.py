@@ -176,13 +176,14 @@ class ModelRunner:
             self.host_states.make_copies(states)
 
     def close(self) -> None:
-        """Forget steps that were begun, when none is computed any more."""
+        """Forget steps that were begun, when none is computed any more, and recorded ones."""
         for step in self._steps:
             step.abandon()
         self.computer.decoder.close()
         if self.draft is not None:
             self.draft.model.close()
         self._steps.clear()
+        self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         for graphs in self.all_graphs:

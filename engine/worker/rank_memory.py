@@ -1,9 +1,11 @@
 """The memory that a rank's steps take, and what is left for its cache."""
 
 from collections.abc import Callable
+from traceback import clear_frames
 
 import torch
 
+from ...core.errors import Unavailable
 from ...processes.host import available_memory, own_anonymous_memory
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.model_spec import DecoderShape
@@ -11,6 +13,7 @@ from ..config import EngineConfig
 from ..gpu import runtime
 from .device_step_computer import DeviceStepComputer
 from .model_runner import ModelRunner
+from .rank_group import PeerLost, RankGroup
 
 
 def estimate_step_bytes(config: EngineConfig, shape: DecoderShape) -> int:
@@ -24,8 +27,13 @@ def measure_step_bytes(
     config: EngineConfig, context: BuildContext, shape: DecoderShape, runner: ModelRunner, computer: DeviceStepComputer
 ) -> int:
     """The bytes of a GPU that the worst step of `runner` takes, and that recorded steps keep: the largest one's
-    activations, and what comes out. The ranks of a split model, whose worst step is estimated, call this together. The
-    step's block and states are not counted; the cache is to be allocated anew."""
+    activations, and what comes out. The ranks of a stage call this together, and compute alone; a stage's worst step
+    is estimated. The step's block and states are not counted; the cache is to be allocated anew.
+
+    Raises:
+        Unavailable: a step takes more memory than there is.
+        PeerLost: another rank could not compute its steps.
+    """
     device = context.device
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
@@ -34,14 +42,43 @@ def measure_step_bytes(
     def compute_worst_step() -> None:
         computer.compute_worst_step(tokens, scheduler.max_num_seqs, config.most_sampled, adapted)
 
-    runner.allocate(1)
-    whole = context.shard.is_whole
-    worst = peak_bytes(device, compute_worst_step) if whole else estimate_step_bytes(config, shape)
-    peaks = sum(peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
-    kept = sum(graphs.bytes for graphs in runner.all_graphs)
+    def measure() -> int:
+        runner.allocate(1)
+        in_stages = context.shard.link is not None
+        worst = estimate_step_bytes(config, shape) if in_stages else peak_bytes(device, compute_worst_step)
+        peaks = sum(peak_bytes(device, graphs.compute_largest) for graphs in runner.all_graphs)
+        return worst + peaks + sum(graphs.bytes for graphs in runner.all_graphs)
+
+    ranks = context.shard.group
+    try:
+        measured = _measure_among(ranks, device, measure) if isinstance(ranks, RankGroup) else measure()
+    except torch.OutOfMemoryError as error:
+        message = f"the largest steps cannot be computed beside the weights: {str(error).splitlines()[0]} Lower "
+        message += f"max_num_batched_tokens ({tokens}) or max_num_seqs ({scheduler.max_num_seqs}), or free the GPU"
+        raise Unavailable(message) from error
     runner.free_cache()
     torch.cuda.empty_cache()  # nothing without a GPU
-    return worst + peaks + kept
+    return measured
+
+
+def _measure_among(ranks: RankGroup, device: torch.device, measure: Callable[[], int]) -> int:
+    """What `measure` returns, which each rank does alone. All raise where one has: its own error, or `PeerLost`. Then
+    the ranks are connected for what steps exchange, so that memory which that takes is no longer free."""
+    failure: Exception | None = None
+    measured = 0
+    try:
+        with ranks.alone():
+            measured = measure()
+    except Exception as error:
+        failure = error
+        clear_frames(error.__traceback__)  # what they hold of the device's memory is wanted to say so
+    everyone = ranks.agree(failure is None, device)
+    if failure is not None:
+        raise failure
+    if not everyone:
+        raise PeerLost("another rank could not compute its largest steps")
+    ranks.connect()
+    return measured
 
 
 def peak_bytes(device: torch.device, compute: Callable[[], object]) -> int:

@@ -398,11 +398,11 @@ def test_tokens_are_the_same_with_kernels(
     right = adapted.right[2 * len(adapted.prompts) + 1]
     made.prompts, made.adapters, made.new = made.prompts[1:2], made.adapters[1:], 6
     assert run(made, 0, {}, SomeRight([(made.prompts[0], right)]), requests=1) == {0: right[:6]}
-    made.executor.close()
     assert {key.most for key in made.graphs._replays if key.adapted} == {1, 1 + MOST}
     assert any(key.prompts for key in made.graphs._replays)
     assert made.recorder.replays > 2
     assert not made.graphs.eager_steps
+    made.executor.close()
 
 
 @pytest.mark.proof
@@ -417,10 +417,10 @@ def test_states_and_latents_are_the_same_in_recorded_steps(
     made.prompts, made.right, made.new = made.prompts[1:4:2], made.right[1:4:2], 6
     found = run(made, 1, {}, SomeRight([*zip(made.prompts, made.right, strict=True)]), requests=2)
     assert found == {key: made.right[key][:6] for key in range(2)}
-    made.executor.close()
     assert {key.most for key in made.graphs._replays} == {1, 1 + MOST}
     assert any(key.prompts for key in made.graphs._replays)
     assert not made.graphs.eager_steps
+    made.executor.close()
 
 
 @pytest.mark.proof
