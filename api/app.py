@@ -1,30 +1,21 @@
-"""The HTTP application: FastAPI with the routes of all protocols and extensions, and a fast path for POST beside it.
+"""The HTTP application as it is put together: FastAPI with the routes of all protocols and extensions, a fast path for
+POST in front of it (`http/post_router.py`), and around both keys, rules and contexts."""
 
-`PostRouter` stands in front, and calls the endpoint of a POST to a plain route by itself: FastAPI's middleware would
-cost a third of a short request, and something for every event of a stream.
-"""
-
-import asyncio
-import logging
 import re
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from inspect import iscoroutinefunction
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting, shutdown_error
+from ..core.errors import CharoniaError, NotFound, NotReady, ServerExiting
 from ..core.extension_contracts import EndpointFunction
 from ..core.gateway import Administration, ModelLookup
 from ..telemetry.shared_state import ServerAdministration, ServerLookup
@@ -32,16 +23,9 @@ from .anthropic.routes import MessagesRoutes
 from .api_keys import Keyring
 from .extensions import RouteExtensions
 from .http.access import AccessMiddleware
-from .http.connection import CLIENT_LEFT, ClientDisconnected, EventStreamResponse
 from .http.error_responses import anthropic_error_body, error_response, json_response
-from .http.request_context import (
-    ARM_HEADER,
-    WARNING_HEADER,
-    RequestContextMiddleware,
-    answer_headers,
-    record_error,
-)
-from .http.request_cycle import add_response_header, response_started, send_response
+from .http.post_router import READING, PostRouter, SettledApp
+from .http.request_context import ARM_HEADER, WARNING_HEADER, RequestContextMiddleware, record_error
 from .http.request_head import is_anthropic_path, is_openai_path
 from .http.rules import HttpRules
 from .metadata import ServerInfo
@@ -61,13 +45,6 @@ from .triton.endpoints import V2Endpoints
 from .triton.explain import ExplainEndpoint
 from .triton.traffic import TrafficEndpoints
 
-log = logging.getLogger(__name__)
-
-_CACHED_PATHS = 256
-_LONGEST_CACHED = 256
-"""The number and the length of the paths whose routes are cached."""
-
-_READING = frozenset({"GET", "HEAD"})
 _EXPOSED_HEADERS = (
     "endpoint-load-metrics",
     "inference-header-content-length",
@@ -176,25 +153,9 @@ def all_routes(
 
 def _settled(route: Any, settle: Callable[[], Awaitable[None]]) -> Any:
     """The route, answered after `settle` unless its requests only read."""
-    if isinstance(route, Route) and {*(route.methods or ())} - _READING and not route.path.endswith("/index"):
+    if isinstance(route, Route) and {*(route.methods or ())} - READING and not route.path.endswith("/index"):
         route.app = SettledApp(route.app, settle)
     return route
-
-
-class SettledApp:
-    """Sends what `app` answers, an error too, after `settle`, unless the request only reads."""
-
-    def __init__(self, app: ASGIApp, settle: Callable[[], Awaitable[None]]) -> None:
-        self._app = app
-        self.settle = settle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_settled(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await self.settle()
-            await send(message)
-
-        await self._app(scope, receive, send if scope["method"] in _READING else send_settled)
 
 
 def lookup_routes(
@@ -283,74 +244,6 @@ def _measured_routes(administration: Administration, registry: CollectorRegistry
 
         routes.append(Route("/metrics", metrics, methods=["GET"]))
     return routes
-
-
-class PostRouter:
-    """Calls the endpoint of a POST request to one of `routes`, if that is a plain one with a coroutine function; all
-    other requests go to `app`, and so do those to functions that want a thread, to routes that FastAPI made of a
-    function with parameters, and to applications."""
-
-    def __init__(self, routes: Sequence[BaseRoute], app: ASGIApp) -> None:
-        self._app = app
-        self._ending: defaultdict[str, list[tuple[Route, ASGIApp]]] = defaultdict(list)
-        for route in routes:
-            if not isinstance(route, Route) or isinstance(route, APIRoute):
-                continue
-            if "POST" in (route.methods or ()) and iscoroutinefunction(route.endpoint):
-                answer: ASGIApp = partial(_answer, route.endpoint)
-                if isinstance(route.app, SettledApp):
-                    answer = SettledApp(answer, route.app.settle)
-                self._ending[_last(route.path)].append((route, answer))
-        self._find = lru_cache(_CACHED_PATHS)(self._search)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            path = scope["path"]
-            match = self._find(path) if len(path) < _LONGEST_CACHED else self._search(path)
-            if match is not None:
-                answer, scope["path_params"] = match
-                return await answer(scope, receive, send)
-        # FastAPI's libraries compare tasks by identity: from here on it is the real one, not an eager start's.
-        await asyncio.sleep(0)
-        return await self._app(scope, receive, send)
-
-    def _search(self, path: str) -> tuple[ASGIApp, dict[str, Any]] | None:
-        """What answers a path, and the path's parameters, which are cached: they must not be changed."""
-        for route, answer in self._ending.get(_last(path), ()):
-            if match := route.path_regex.match(path):
-                convert = route.param_convertors
-                return answer, {key: convert[key].convert(text) for key, text in match.groupdict().items()}
-        return None
-
-
-def _last(path: str) -> str:
-    """The last part of a path, in which no two paths of a route differ."""
-    return path.rpartition("/")[2]
-
-
-def _with_answer_headers(scope: Scope, send: Send) -> Send:
-    for header in answer_headers(scope):
-        send = add_response_header(scope, send, *header)
-    return send
-
-
-async def _answer(endpoint: EndpointFunction, scope: Scope, receive: Receive, send: Send) -> None:
-    try:
-        response = await endpoint(Request(scope, receive))
-        # A stream begins later, with warnings that there are then.
-        sender = send if isinstance(response, EventStreamResponse) else _with_answer_headers(scope, send)
-        await response(scope, receive, sender)
-    except CharoniaError as error:
-        record_error(scope, error.with_traceback(None))  # its frames may hold large tensors
-        await send_response(error_response(error, scope["path"]), scope, receive, _with_answer_headers(scope, send))
-    except ClientDisconnected:
-        await Response(status_code=CLIENT_LEFT)(scope, receive, send)
-    except asyncio.CancelledError as cancelled:
-        exiting = shutdown_error(cancelled)
-        if exiting is None or response_started(scope):
-            raise
-        record_error(scope, exiting)
-        await error_response(exiting, scope["path"])(scope, receive, send)
 
 
 async def _charonia_error(request: Request, error: Exception) -> Response:
