@@ -18,7 +18,8 @@ from .. import __version__
 from ..core.errors import CharoniaError, InvalidArgument, Unsupported
 from ..core.extensions import installed_extensions
 from ..repository.config_options import ConfigOptions
-from .foreign_flags import TritonFlags, VllmFlags, format_usage_error, vllm_flag_table
+from .foreign_flags import TritonFlags, VllmFlags, format_usage_error
+from .other_servers import flag_tables
 from .serve_command import serve_command
 
 log = logging.getLogger(__name__)
@@ -240,9 +241,10 @@ def flags(
     triton: Annotated[TritonFlags, Parameter("*")] = TritonFlags(),  # noqa: B008
     vllm: Annotated[VllmFlags, Parameter("*")] = VllmFlags(),  # noqa: B008
 ) -> int:
-    """Say what becomes of flags of tritonserver and vLLM that `serve --help` leaves out, and what others are called."""
+    """Say what becomes of flags of tritonserver and vLLM that `serve --help` leaves out, and what other servers' are
+    called."""
     app.help_print(["flags"])
-    print(vllm_flag_table())
+    print(flag_tables())
     return 0
 
 

@@ -6,7 +6,7 @@ is accepted: flags without effect are warned of, those that would change results
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Annotated, TypeAlias
@@ -16,8 +16,9 @@ from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptio
 
 from ..core.errors import InvalidArgument, Unsupported, did_you_mean
 from ..core.extensions import absent_extensions, describe_absent
-from ..engine.vllm.arguments import ELSEWHERE, NOT_SERVED, WITHOUT_EFFECT
+from ..engine.vllm.arguments import ELSEWHERE, WITHOUT_EFFECT
 from .options import BooleanFlag, ServeOptions, is_true
+from .other_servers import OTHER_COMMANDS, VLLM_FLAGS, other_server_of
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ _Value: TypeAlias = Annotated[str, Parameter(group=_SO)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFlags:
     """Flags of vLLM that a command line may have, though they are called otherwise here, or ask for what is so anyway.
-    Others are refused, with our name or the reason: `VLLM_FLAGS`."""
+    Others are refused, with our name or the reason: `other_servers`."""
 
     model: Annotated[str, Parameter(group=_VLLM)] = ""
     """What to serve: here the argument without a flag."""
@@ -230,47 +231,13 @@ def _flag(option: str) -> str:
 
 
 _FLAG = re.compile(r"-{1,2}[A-Za-z]")
-_NO_EFFECT = "leave it out: "
-_NOT_SERVED = "not served: "
-
-
-def _flags(arguments: Mapping[str, str], kind: str) -> dict[str, str]:
-    return {f"--{name.replace('_', '-')}": kind + reason for name, reason in arguments.items()}
-
-
-VLLM_FLAGS: Mapping[str, str] = {
-    **_flags(NOT_SERVED, _NOT_SERVED),
-    "--tokenizer-revision": f"{_NOT_SERVED}name a directory by --tokenizer",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-ep": "--enable-expert-parallel",
-    "--kv-cache-memory-bytes": "--kv-cache-bytes",
-    "--num-gpu-blocks-override": "--kv-cache-blocks",
-    "--async-scheduling": "--ahead 1",
-    "--hf-token": "the variable HF_TOKEN",
-    "--allowed-local-media-path": "--media-path",
-    "--allowed-media-domains": "--media-domains",
-    "--mm-processor-cache-gb": "--media-cache-bytes",
-    "--max-cpu-loras": "--max-lora-bytes: adapters are counted by what they take",
-    "--ssl-certfile": "--http-server-cert",
-    "--ssl-keyfile": "--http-server-key",
-    "--ssl-ca-certs": "--grpc-root-cert, for gRPC alone",
-    "--root-path": f"{_NOT_SERVED}let the proxy take the prefix away",
-    "--uvicorn-log-level": "--log-info, --log-warning, --log-error, --log-verbose",
-    "--allowed-methods": f"{_NO_EFFECT}--allowed-origins lets pages use all of them",
-    "--allowed-headers": f"{_NO_EFFECT}--allowed-origins lets pages send all of them",
-}
-"""By vLLM's name: the name here, or the reason why there is none."""
 
 
 def format_usage_error(error: CycloptsError) -> object:
     """The panel that is printed for a command line that cannot be read; of unknown flags it names all."""
     if isinstance(error, UnknownCommandError):
         [command, *_] = error.unused_tokens or [""]
-        package = absent_extensions("charonia.commands").get(command)
-        lacks = f"{command} is a command of {package}, which this installation lacks"
-        return CycloptsPanel(error if package is None else lacks)
+        return CycloptsPanel(_unknown_command(command, [name for name in error.app or () if not name.startswith("-")]))
     if not isinstance(error, UnknownOptionError):
         return CycloptsPanel(error)
     known = [name for argument in error.argument_collection for name in argument.names]
@@ -278,10 +245,19 @@ def format_usage_error(error: CycloptsError) -> object:
     return CycloptsPanel("\n".join(unknown_flag(flag, known) for flag in flags))
 
 
+def _unknown_command(command: str, known: Sequence[str]) -> str:
+    if (package := absent_extensions("charonia.commands").get(command)) is not None:
+        return f"{command} is a command of {package}, which this installation lacks"
+    if (here := OTHER_COMMANDS.get(command)) is not None:
+        return f"{command} is a command of other servers; here: {here}"
+    return f"Unknown command: {command}{did_you_mean(command, known)}\nThere are {', '.join(sorted(known))}."
+
+
 def unknown_flag(flag: str, known: Iterable[str]) -> str:
     """What is to be said of a flag that is none of `known`."""
-    if flag in VLLM_FLAGS:
-        return f"{flag} is vLLM's; here: {VLLM_FLAGS[flag]}"
+    if (other := other_server_of(flag)) is not None:
+        server, here = other
+        return f"{flag} is {server}'s; here: {here}"
     similar = did_you_mean(flag.replace("_", "-"), [*known, *VLLM_FLAGS])
     return f"Unknown option: {flag}{describe_absent('charonia.routes')}{similar}"
 
@@ -296,12 +272,3 @@ def _unknown_flags(error: UnknownOptionError) -> list[str]:
         except ValueError:
             unknown |= {flag: None} if _FLAG.match(flag) else {}
     return list(unknown)
-
-
-def vllm_flag_table() -> str:
-    """`VLLM_FLAGS` as a table in text."""
-    width = max(map(len, VLLM_FLAGS))
-    flags = sorted(VLLM_FLAGS.items(), key=lambda row: row[0].lstrip("-"))
-    return "\n".join(
-        ["vLLM's flags that are called otherwise here:", *(f"  {flag:{width}}  {here}" for flag, here in flags)]
-    )

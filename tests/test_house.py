@@ -130,7 +130,7 @@ BUDGETS = {
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_500,
-    "cli": 2_825,
+    "cli": 2_950,
     "extras/optimizer": 4_050,
     "inprocess": 1_400,
 }

@@ -1,4 +1,4 @@
-"""Flags that are not ours: what vLLM's users are told, and what those are who misspell one."""
+"""Flags and commands that are not ours: what users of other servers are told, and what those are who misspell one."""
 
 import re
 
@@ -6,8 +6,9 @@ import pytest
 
 from charonia.cli.app import app
 from charonia.cli.extensions import route_extensions
-from charonia.cli.foreign_flags import VLLM_FLAGS, VllmFlags, vllm_flag_table
+from charonia.cli.foreign_flags import VllmFlags
 from charonia.cli.options import ServeOptions, ServerOptions
+from charonia.cli.other_servers import OTHER_SERVERS, flag_tables
 from charonia.core.errors import Unsupported
 from charonia.engine.options import EngineOptions
 
@@ -17,19 +18,33 @@ def flags() -> set[str]:
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What `charonia serve` says of a command line that it does not understand, on one line."""
+    """What `charonia` says of a command line that it does not understand, on one line."""
     with pytest.raises(SystemExit) as ended:
-        app(["serve", "model", *words])
+        app(words)
     assert ended.value.code == 2
     return " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
 
 
-def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
+def test_the_tables_are_of_flags_that_are_not_ours_and_name_ours() -> None:
     ours = flags()
-    assert not ours & VLLM_FLAGS.keys()
-    named = {flag for here in VLLM_FLAGS.values() for flag in re.findall(r"--[a-z-]+[a-z]", here)}
-    assert named - ours == set()
-    assert all(flag in vllm_flag_table() for flag in VLLM_FLAGS)
+    table = flag_tables()
+    for others in OTHER_SERVERS.values():
+        assert not ours & others.keys()
+        named = {flag for here in others.values() for flag in re.findall(r"--[a-z-]+[a-z]", here)}
+        assert named - ours == set()
+        assert all(flag in table for flag in others)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serv", "model"], "Unknown command: serv; did you mean 'serve'? There are analyze, "),
+        (["xyzzy"], "run-model, serve, simulate."),
+        (["bench", "serve"], "bench is a command of other servers; here: python -m charonia.bench.serve"),
+    ],
+)
+def test_a_command_that_there_is_not_is_told(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    assert says in told(capsys, *words)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +52,11 @@ def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
     [
         (["-tp", "2"], "-tp is vLLM's; here: --tensor-parallel-size"),
         (["--num-gpu-blocks-override=9"], "is vLLM's; here: --kv-cache-blocks"),
+        (["--num_gpu_blocks_override=9"], "--num_gpu_blocks_override is vLLM's; here: --kv-cache-blocks"),
+        (["--task", "embed"], "--task is vLLM's; here: --backend encoder, for vectors and scores"),
+        (["--mem-fraction-static", ".8"], "is SGLang's; here: --gpu-memory-utilization"),
+        (["--max_batch_size", "8"], "--max_batch_size is TensorRT-LLM's; here: --max-num-seqs"),
+        (["-ngl", "99", "-c", "4096"], "-c is llama.cpp's; here: --max-model-len, of one text"),
         (["--max-num-seq", "3"], "Unknown option: --max-num-seq; did you mean '--max-num-seqs'?"),
         (["--max_model_len=3", "--max_modle_len=3"], "did you mean '--max-model-len'?"),
         (["--enforce-eagr"], "did you mean '--enforce-eager'?"),
@@ -51,9 +71,9 @@ def test_the_table_is_of_flags_that_are_not_ours_and_names_ours() -> None:
     ],
 )
 def test_what_is_not_understood_is_told(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
-    assert says in told(capsys, *words)
+    assert says in told(capsys, "serve", "model", *words)
     if says.endswith("xyzzy"):
-        assert "did you mean" not in told(capsys, *words)
+        assert "did you mean" not in told(capsys, "serve", "model", *words)
 
 
 def test_what_is_so_anyway_is_taken_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
