@@ -99,6 +99,20 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: dict[str, str] = {}
 
 
+Quantization: TypeAlias = Literal[
+    "none",
+    "int8",
+    "int4",
+    "awq",
+    "awq_marlin",
+    "compressed-tensors",
+    "fp8",
+    "gguf",
+    "gptq",
+    "gptq_marlin",
+    "mxfp4",
+]
+
 SpeculationMethod: TypeAlias = Literal[
     "ngram", "suffix", "custom", "draft_model", "eagle3", "mtp", "oracle", "random", "synthetic"
 ]

@@ -20,6 +20,7 @@ from .config import (
     FakeConfig,
     LoraConfig,
     ParallelConfig,
+    Quantization,
     SpeculationConfig,
 )
 from .kv_events_options import read_kv_events_config
@@ -48,10 +49,7 @@ class EngineOptions:
     """Type of weights and cache."""
     device: str | None = None
     """Where it computes: auto, cpu, cuda, ..."""
-    quantization: (
-        Literal["none", "int8", "int4", "awq", "awq_marlin", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin"]
-        | None
-    ) = None
+    quantization: Quantization | None = None
     """int8, int4: make matrices integers while they are loaded: half, or a third, of the memory. fp8: on a GPU, floats
     of eight bits. Others, and fp8 beside such weights: what the checkpoint is stored as already."""
     cache_dir: str | None = None

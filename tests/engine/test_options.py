@@ -1,9 +1,12 @@
 """Flat names from config.pbtxt and the command line become an engine's configuration."""
 
+from typing import get_args
+
 import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.media_models import MediaConfig
+from charonia.engine.checkpoint.quantization_config import STORED_AS
 from charonia.engine.config import (
     CacheConfig,
     EngineConfig,
@@ -11,6 +14,7 @@ from charonia.engine.config import (
     KVEventsConfig,
     LoraConfig,
     ParallelConfig,
+    Quantization,
     SpeculationConfig,
     replica_endpoint,
 )
@@ -338,3 +342,7 @@ def test_what_is_wrong_is_named(name: str, text: str, says: str) -> None:
         parse_settings({name: text}, EngineOptions)
     assert caught.value.message.startswith(says)
     assert caught.value.field == name
+
+
+def test_every_name_of_a_stored_form_may_be_given() -> None:
+    assert STORED_AS.keys() <= {*get_args(Quantization)}
