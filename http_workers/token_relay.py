@@ -93,7 +93,7 @@ class TokenRelay:
             else:
                 ticket.serve(request.prompt_count, request.choice_count)
             if request.adapter or request.lora_task:
-                digest = enter(await model.use_adapter(request, sequence.stats, context))
+                digest = enter(await model.adapters.use(request, sequence.stats, context))
                 add = replace(add, spec=replace(add.spec, adapter=digest))
             sequence.stream = enter(model.client.open_stream(add, sequence.stats, ticket))
         except CharoniaError as error:

@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_088,
     "media": 1_575,
     "scheduler": 2_403,
-    "engine": 31_536,
+    "engine": 31_546,
     "classic_backends": 8_712,
     "ensembles": 1_200,
     "routing": 250,

@@ -5,7 +5,7 @@ Knows nothing of protocols, and of the engine only `Engine`. Imports no torch.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ...core.adapter import Adapter
 from ...core.backends import OnProgress, ignore_progress
 from ...core.direct_stream import DirectStream
 from ...core.drafts import summarize_drafts
-from ...core.errors import InvalidArgument, Unavailable
+from ...core.errors import Cancelled, InvalidArgument, Unavailable
 from ...core.gateway import ResponseStream
 from ...core.metrics import Reading, VersionStatistics
 from ...core.model import Capabilities, ModelConfig, ModelStats
@@ -35,10 +34,9 @@ from ...core.request import (
 from ...core.request_context import Outcome, RequestContext
 from ...core.sampling import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics, record_request, v2_statistics
-from ...tokenization.checkpoint_files import locate_adapter
 from ..config import EngineConfig
 from ..core.messages import CoreLoading, CoreReady
-from .adapters import AdapterTable, with_adapter
+from .adapters import with_adapter
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueTicket
 from .answer_plan import plan_answer
@@ -48,11 +46,11 @@ from .constraint_checker import ConstraintChecker
 from .engine import Engine, EngineSpec
 from .infer import OWN_LAYOUT, InferLayout
 from .media_tensors import with_media
+from .model_adapters import ModelAdapters
 from .model_media import ModelMedia, PromptMedia
-from .open_streams import OpenStreams
 from .prompted_transcriber import PromptedTranscriber
 from .sequence_stats import SequenceStats, open_sequence
-from .task_adapters import TaskAdapters
+from .token_stream import TokenStream
 from .tokenizer_bundle import TokenizerBundle
 from .transcriber import PromptPlaces, Transcriber, load_transcriber
 
@@ -78,6 +76,7 @@ def _no_engine(on_progress: Callable[[CoreLoading], None], metrics: LlmMetrics) 
 
 
 _SOME_REQUEST = GenerateRequest(id="", prompt=())
+_NO_ADAPTER = nullcontext("")
 
 
 class LlmModel:
@@ -118,17 +117,12 @@ class LlmModel:
         """Has other processes that generate with this model end their requests with an id."""
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
-        self._open = OpenStreams()
+        self._open: dict[TokenStream, str] = {}
+        """The streams that this process reads, with the ids that clients gave their requests."""
         self._transcriber: Transcriber | PromptedTranscriber | None = None
         self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
-        self._adapters: AdapterTable | None = None
-        if spec.lora is not None:
-            adapters = self._client.capabilities.adapters
-            if adapters is None:
-                raise InvalidArgument("enable_lora: this engine takes no adapters", field="enable_lora")
-            self._adapters = AdapterTable(adapters, spec.lora, name)
-            self._tasks = TaskAdapters(self._adapters, spec.checkpoint, spec.lora.max_rank)
+        self.adapters = ModelAdapters(name, spec, self._client.capabilities.adapters)
 
     @property
     def config(self) -> ModelConfig:
@@ -179,8 +173,7 @@ class LlmModel:
         """The model's series, for a scrape."""
         yield from self._metrics.readings(self._client.state())
         yield from self._media.readings()
-        if self._adapters is not None:
-            yield from self._adapters.readings()
+        yield from self.adapters.readings()
 
     def count(self, context: RequestContext) -> None:
         record_request(self._metrics, context)
@@ -189,7 +182,7 @@ class LlmModel:
     def capabilities(self) -> Capabilities:
         engine = self._client.capabilities
         memory = self._media.memory_beside(engine.memory)
-        own = Capabilities(text=self, adapters=self, queue=self, memory=memory, measured=self)
+        own = Capabilities(text=self, adapters=self.adapters, queue=self, memory=memory, measured=self)
         return replace(own, retention=engine.retention)
 
     async def load(self) -> None:
@@ -205,7 +198,7 @@ class LlmModel:
             await seeing
             self._loaded = replace(bundle, defaults=bundle.defaults.limited_to(info.vocab_size))
             self._info = info
-            await self._load_first_adapters()
+            await self.adapters.load_first(self._on_progress)
             if self._spec.checks_constraints:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
@@ -224,41 +217,13 @@ class LlmModel:
         """Close everything: open streams end with `Unavailable`, texts that are being tokenized are finished."""
         bundle, self._loaded = self._loaded, None
         constraints, self._constraints = self._constraints, None
-        if self._adapters is not None:
-            await self._adapters.close()
+        await self.adapters.close()
         await self._client.close()
         await self._media.unload()
         if constraints is not None:
             await constraints.close()
         if bundle is not None:
             bundle.async_tokenizer.close()
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter] | None:
-        if self._adapters is not None:
-            return self._adapters.named
-        return {name: Adapter(name, path, "", 0, 0) for name, path in self._spec.adapters.items()} or None
-
-    async def load_adapter(self, name: str, path: str, replace: bool = False) -> Adapter:
-        return await self._adapter_table.load(name, path, replace)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._adapter_table.unload(name)
-
-    @property
-    def _adapter_table(self) -> AdapterTable:
-        if self._adapters is None:
-            what = "takes no adapters while it serves: that is enable_lora of our engine"
-            raise InvalidArgument(f"model '{self._config.name}' {what}")
-        return self._adapters
-
-    async def _load_first_adapters(self) -> None:
-        """Load the configured adapters, directories or hub ids, one after the other."""
-        for name, path in (self._spec.lora.modules if self._spec.lora else {}).items():
-            began = time.monotonic()
-            directory = await asyncio.to_thread(locate_adapter, path)
-            adapter = await self._adapter_table.load(name, str(directory))
-            self._on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> Chunks:
         if self._transcriber is not None:
@@ -280,7 +245,11 @@ class LlmModel:
             if request.adapter or context.adapter:
                 request = with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
-            with self._admit(request, context) as ticket, await self.use_adapter(request, stats, context) as adapter:
+            adapts = request.adapter or request.lora_task
+            with (
+                self._admit(request, context) as ticket,
+                await self.adapters.use(request, stats, context) if adapts else _NO_ADAPTER as adapter,
+            ):
                 timeout = self._spec.timeout_of(request, context)
                 kept, limit = prompt_tokens_to_keep(sampling, info.max_model_len), TokenLimit(info.max_model_len)
                 if media is None and prompt_media(request.prompt):
@@ -310,9 +279,13 @@ class LlmModel:
                 prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
                 ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
                 builder = plan.builder(sampling, ends, echo, prompt_ids, predicted)
-                with self._client.open_stream(add, stats, ticket) as stream, self._open.cancellable(request.id, stream):
-                    while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
-                        yield chunk
+                with self._client.open_stream(add, stats, ticket) as stream:
+                    self._open[stream] = request.id
+                    try:
+                        while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
+                            yield chunk
+                    finally:
+                        del self._open[stream]
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
             yield self._completed(chunk, request, stats)
@@ -322,19 +295,6 @@ class LlmModel:
         report, most = self._spec.draft_report, self._spec.most_drafts_of(request)
         drafts = summarize_drafts(stats.drafts, most, report == "detailed") if most and report != "none" else None
         return msgspec.structs.replace(last, drafts=drafts, kv_transfer_params=stats.held)
-
-    async def use_adapter(
-        self, request: GenerateRequest, stats: SequenceStats, context: RequestContext
-    ) -> AbstractContextManager[str]:
-        """The block in which a sequence uses its adapter; it gets the adapter's digest, "" for none."""
-        task = request.lora_task
-        if self._adapters is None or not (request.adapter or task):
-            return nullcontext(request.adapter)
-        if task is None:
-            return await self._adapters.use(request.adapter, stats)
-        if request.adapter:
-            raise InvalidArgument("give either lora_name or lora_task_id", field="lora_task_id")
-        return await self._adapters.use(await self._tasks.load(task, context.tenant), stats)
 
     def check_room(self, tenant: str) -> None:
         self._client.admit(_SOME_REQUEST, tenant).release()
@@ -366,7 +326,9 @@ class LlmModel:
 
     def cancel_here(self, request_id: str) -> None:
         """As `cancel`, for streams that this process reads."""
-        self._open.cancel(request_id)
+        for stream, own_id in self._open.items():
+            if own_id and own_id == request_id and not stream.ended:
+                stream.interrupt(Cancelled("Request cancelled by client"))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")

@@ -177,7 +177,6 @@ async def test_a_server_that_exits_starts_none_and_waits_for_none(monkeypatch: p
 async def test_the_hubs_own_cancellations_reach_the_frontends() -> None:
     """A language model that frontends generate with, too, ends the requests of an id wherever they are."""
     from charonia.engine.client.llm import LlmModel
-    from charonia.engine.client.open_streams import OpenStreams
 
     sent: list[Any] = []
 
@@ -192,7 +191,7 @@ async def test_the_hubs_own_cancellations_reach_the_frontends() -> None:
 
     hub: Any = make_pool(1).hub
     model = LlmModel.__new__(LlmModel)
-    model._open = OpenStreams()
+    model._open = {}
     model.cancel_elsewhere = None
     model.cancel("r")  # of one process: nobody else is told
     hub.sessions.add(Session())

@@ -83,8 +83,8 @@ async def test_one_call_for_each_sequence_with_everything_in_it(load: Load, pack
 
 async def test_adapters_are_asked_for_as_models_are(load: Load, tmp_path: Path) -> None:
     model = await load(lora_modules=adapters(tmp_path, "x", "y"))
-    assert model.adapters is not None
-    assert {name: adapter.path for name, adapter in model.adapters.items()} == {
+    assert model.adapters.adapters is not None
+    assert {name: adapter.path for name, adapter in model.adapters.adapters.items()} == {
         name: f"{tmp_path}/{name}" for name in "xy"
     }
     context = RequestContext("test", adapter="y")
@@ -92,10 +92,10 @@ async def test_adapters_are_asked_for_as_models_are(load: Load, tmp_path: Path) 
         assert [chunk async for chunk in chunks]
     with pytest.raises(InvalidArgument, match="'y': ask for the model itself"):
         await anext(model.generate(GenerateRequest(id="", prompt="w1", adapter="x"), context))
-    for change in (model.load_adapter("z", "/z"), model.unload_adapter("x")):
+    for change in (model.adapters.load_adapter("z", "/z"), model.adapters.unload_adapter("x")):
         with pytest.raises(InvalidArgument, match="takes no adapters while it serves"):
             await change
-    assert (await load()).adapters is None
+    assert (await load()).adapters.adapters is None
 
 
 async def test_an_adapter_that_is_not_there(load: Load, tmp_path: Path) -> None:
