@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,8 +25,17 @@ _PATCH = 14
 """Pixels along a side of a patch where the processor does not say: it scales all sizes of a ratio to one."""
 _SAMPLE_SIDES = (64, 1024)
 """Pixels of images that no processor makes one row of places of: a small one, and one that some cut in tiles."""
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor makes of the text beside an image."""
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor, the first one first."""
+
+
+OWN_PROCESSORS = {
+    "Cohere2VisionProcessor": "cohere2_images:Cohere2VisionImageProcessorPil",
+    "Lfm2VlProcessor": "lfm2_images:Lfm2VlImageProcessorPil",
+}
+"""The class of a processor whose images transformers prepares by torchvision alone -> ours for pillow."""
 
 
 class ProcessedMedium(NamedTuple):
@@ -110,8 +120,7 @@ class ImageProcessor:
             raise
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
             raise InvalidArgument(f"the model's processor refuses the image: {error}") from error
-        names = set(self._processor.image_processor.model_input_names)
-        inputs = {name: np.asarray(value) for name, value in features.items() if name in names}
+        inputs = {name: np.asarray(value) for name, value in features.items() if name not in _TEXT_INPUTS}
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(
             inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
@@ -137,10 +146,8 @@ def _load(checkpoint: Path) -> Any:
 
     image_processors: Any = AutoImageProcessor  # its methods have no types
     options: dict[str, Any] = {"backend": "pil"}
-    if known.__name__ == "Lfm2VlProcessor":
-        from .lfm2_images import Lfm2VlImageProcessorPil
-
-        image_processors, options = Lfm2VlImageProcessorPil, {}
+    if (own := OWN_PROCESSORS.get(known.__name__)) is not None:
+        image_processors, options = resolve_name(f"{__package__}.{own}"), {}
     parts = {
         "image_processor": image_processors.from_pretrained(checkpoint, local_files_only=True, **options),
         "tokenizer": AutoTokenizer.from_pretrained(checkpoint, local_files_only=True),

@@ -1,8 +1,8 @@
-"""LFM2-VL's images: transformers has their processor over torchvision alone, which is not there, so its class computes
-here with torchvision's few functions written over pillow and torch."""
+"""Processors that transformers has over torchvision alone, which is not there, so its classes compute here with
+torchvision's few functions written over pillow and torch."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,12 +16,12 @@ from PIL import Image
 from transformers.image_utils import PILImageResampling
 from transformers.utils import import_utils
 
+from charonia.media.cohere2_images import Cohere2VisionImageProcessorPil
 from charonia.media.lfm2_images import Lfm2VlImageProcessorPil
 
 from .pictures import picture
 
 SETTINGS: dict[str, Any] = {"encoder_patch_size": 4, "tile_size": 32, "min_image_tokens": 6, "max_image_tokens": 20}
-OWN = "transformers.models.lfm2_vl.image_processing_lfm2_vl"
 SIZES = ((60, 40), (40, 60), (200, 31), (31, 200), (90, 90), (8, 8), (3, 100), (500, 333))
 
 
@@ -39,8 +39,8 @@ def normalize(image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, inplac
 
 
 @pytest.fixture
-def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """transformers' class."""
+def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
+    """A class of transformers by its family and name."""
     deeper = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
     names = [f"torchvision{path}" for path in deeper]
     modules = {name: ModuleType(name) for name in names}
@@ -53,14 +53,23 @@ def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(backends, "tvF", functions, raising=False)
     same = {method: method for method in PILImageResampling}
     monkeypatch.setattr(backends, "pil_torch_interpolation_mapping", same)
-    yield import_module(OWN).Lfm2VlImageProcessor
-    del sys.modules[OWN]
+    imported = []
+
+    def find(family: str, name: str) -> Any:
+        imported.append(f"transformers.models.{family}.image_processing_{family}")
+        return getattr(import_module(imported[-1]), name)
+
+    yield find
+    for name in imported:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_tiles": 1, "max_tiles": 3}, {"do_image_splitting": False}])
-def test_images_are_those_of_transformers_but_for_the_scaling(original: Any, settings: dict[str, Any]) -> None:
+def test_lfm2_images_are_those_of_transformers_but_for_the_scaling(
+    original: Callable[[str, str], Any], settings: dict[str, Any]
+) -> None:
     mine = Lfm2VlImageProcessorPil(**SETTINGS, **settings)
-    theirs = original(**SETTINGS, **settings)
+    theirs = original("lfm2_vl", "Lfm2VlImageProcessor")(**SETTINGS, **settings)
     tiled = 0
     for size in SIZES:
         made = mine([picture(*size)], return_tensors="np", return_row_col_info=True)
@@ -70,3 +79,21 @@ def test_images_are_those_of_transformers_but_for_the_scaling(original: Any, set
         for name, values in right.items():
             assert np.array_equal(made[name], np.asarray(values)), name
     assert tiled >= 3 or "do_image_splitting" in settings
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_patches": 5}, {"crop_to_patches": False}])
+def test_cohere2_images_are_those_of_transformers_but_for_the_scaling(
+    original: Callable[[str, str], Any], settings: dict[str, Any]
+) -> None:
+    settings = {"size": {"height": 32, "width": 32}, "resample": PILImageResampling.BILINEAR} | settings
+    mine = Cohere2VisionImageProcessorPil(**settings)
+    theirs = original("cohere2_vision", "Cohere2VisionImageProcessor")(**settings)
+    counts = set()
+    for size in SIZES:
+        made = mine([picture(*size)], return_tensors="np")
+        right = theirs([picture(*size)], return_tensors="pt")
+        assert made.keys() == right.keys()
+        assert np.array_equal(made["num_patches"], right["num_patches"])
+        np.testing.assert_allclose(made["pixel_values"], right["pixel_values"], atol=1e-6)
+        counts.add(int(made["num_patches"][0]))
+    assert len(counts) >= 3 or "crop_to_patches" in settings
