@@ -221,12 +221,16 @@ class MediaServices(NamedTuple):
     """Whether its decoder attends to what is encoded, which no prompt has."""
 
 
-def has_plain_wrapper(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family that is not described here, and may be a language part that is, with images
-    at places of its prompts: the engine tries transformers' class of it."""
-    text = config.get("text_config")
-    kind = str(text.get("model_type")) if isinstance(text, dict) else ""
+def has_wrapper(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that is not described here, and may be a language part with images at places
+    of its prompts: the engine tries transformers' class of it."""
     names = config.get("architectures")
     outer = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForConditionalGeneration")
     named = str(config.get("model_type")) in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
-    return outer and not named and kind in PLAIN_LANGUAGE_PARTS and isinstance(config.get("vision_config"), dict)
+    parts = (config.get("text_config"), config.get("vision_config"))
+    return outer and not named and all(isinstance(part, dict) for part in parts)
+
+
+def has_plain_wrapper(config: Mapping[str, Any]) -> bool:
+    """Whether it is one whose language part is described here."""
+    return has_wrapper(config) and str(config["text_config"].get("model_type")) in PLAIN_LANGUAGE_PARTS

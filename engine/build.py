@@ -64,12 +64,19 @@ def model_media(config: EngineConfig, media: MediaServices | None) -> ModelMedia
     """What reads the media of a model's prompts; None of a model that takes none."""
     if media is None:
         return None
-    rows = None
-    if "image" in media.kinds:
-        with suppress(CheckpointError):  # which its load tells
-            spec = open_checkpoint(config.model).spec
-            rows = RowShape(spec.hidden_size, spec.deepstack)
+    rows = _row_shape(config.model) if "image" in media.kinds else None
     return ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)), rows=rows)
+
+
+def _row_shape(model: str) -> RowShape | None:
+    """The rows of a checkpoint's images; None where they are not known, or its load tells what is wrong."""
+    with suppress(CheckpointError):
+        checkpoint = open_checkpoint(model)
+        if "text_config" in checkpoint.config:  # whose language part transformers computes
+            hidden = checkpoint.config["text_config"].get("hidden_size")
+            return RowShape(hidden) if isinstance(hidden, int) else None
+        return RowShape(checkpoint.spec.hidden_size, checkpoint.spec.deepstack)
+    return None
 
 
 def granted_config(

@@ -153,6 +153,48 @@ PROCESSORS = {
         {"num_image_tokens": 4},
         {"image_token": "<image_placeholder>"},
     ),
+    "aria": ProcessorFiles(
+        "aria",
+        "AriaProcessor",
+        {"image_processor_type": "AriaImageProcessor", "max_image_size": 980, "min_image_size": 336},
+        {"size_conversion": {"980": 4}},
+        {"image_token": "<image>"},
+    ),
+    "aya-vision": ProcessorFiles(
+        "aya_vision",
+        "AyaVisionProcessor",
+        {"image_processor_type": "GotOcr2ImageProcessor"} | _TILES,
+        {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
+        others=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL"),
+    ),
+    "cohere2-vision": ProcessorFiles(
+        "cohere2_vision",
+        "Cohere2VisionProcessor",
+        {"image_processor_type": "Cohere2VisionImageProcessor", "size": {"height": 56, "width": 56}, "patch_size": 2,
+         "max_patches": 4},
+        {},
+        {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>", "image_token": "<|IMG_PATCH|>",
+         "img_line_break_token": "<|IMG_LINE_BREAK|>"},
+    ),
+    "deepseek-ocr2": ProcessorFiles(
+        "deepseek_ocr2",
+        "DeepseekOcr2Processor",
+        {"image_processor_type": "DeepseekOcr2ImageProcessor"},
+        {"patch_size": 16, "downsample_ratio": 4},
+        {"image_token": "<image>"},
+    ),
+    "hyperclovax-vision": ProcessorFiles(
+        "hyperclovax_vision_v2", "HyperCLOVAXVisionV2Processor", _QWEN | _QWEN_SIZE, others=_QWEN_TOKENS
+    ),
+    "lfm3-vl": ProcessorFiles("lfm3_vl", "Lfm3VlProcessor", _QWEN | _QWEN_SIZE, others=_QWEN_TOKENS),
+    "mistral-large4": ProcessorFiles(
+        "mistral_large4",
+        "PixtralProcessor",
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 14, "width": 14},
+         "size": {"longest_edge": 84}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+        others=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    ),
     "internvl": ProcessorFiles(
         "internvl",
         "InternVLProcessor",

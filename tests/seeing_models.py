@@ -153,6 +153,128 @@ MODELS = {
             "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 28},
         },
     ),
+    "aria": SeeingModel(
+        "aria",
+        "<image>",
+        {
+            "model_type": "aria",
+            "text_config": _text("llama", model_type="aria_text", moe_num_experts=4, moe_topk=2),
+            "vision_config": _EYE | {"model_type": "idefics3_vision", "image_size": 980, "patch_size": 140},
+            "projector_patch_to_query_dict": {"49": 4},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "aya-vision": SeeingModel(
+        "aya-vision",
+        "<image>",
+        {
+            "model_type": "aya_vision",
+            "text_config": _text("cohere2"),
+            "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 56, "vision_use_head": False},
+        },
+        "<|IMG_PATCH|>",
+    ),
+    "cohere2-vision": SeeingModel(
+        "cohere2-vision",
+        "<|IMG_PATCH|>",
+        {
+            "model_type": "cohere2_vision",
+            "text_config": _text("cohere2"),
+            "vision_config": _EYE | {"model_type": "siglip_vision_model", "image_size": 56, "vision_use_head": False},
+            "alignment_intermediate_size": 96,
+        },
+    ),
+    "deepseek-ocr2": SeeingModel(
+        "deepseek-ocr2",
+        "<image>",
+        {
+            "model_type": "deepseek_ocr2",
+            "text_config": _text(
+                "llama",
+                model_type="deepseek_ocr2_text",
+                max_position_embeddings=2048,
+                moe_intermediate_size=32,
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                mlp_layer_types=["dense", "sparse"],
+            ),
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "image_size": 1024, "window_size": 14, "global_attn_indexes": [1], "downsample_channels": [24, 32],
+                },
+                "encoder_config": {
+                    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                },
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hyperclovax-vision": SeeingModel(
+        "hyperclovax-vision",
+        "<|image_pad|>",
+        {
+            "model_type": "hyperclovax_vision_v2",
+            "text_config": _text(
+                "llama", model_type="hyperclovax", embedding_multiplier=1.5, logits_scaling=0.5, residual_multiplier=0.7
+            ),
+            "vision_config": _QWEN_EYE
+            | {
+                "model_type": "qwen2_5_vl_vision",
+                "hidden_size": 32,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3-vl": SeeingModel(
+        "lfm3-vl",
+        "<|image_pad|>",
+        {
+            "model_type": "lfm3_vl",
+            "text_config": _text(
+                "llama",
+                model_type="lfm3",
+                num_hidden_layers=3,
+                head_dim=16,
+                layer_types=["conv", "full_attention", "sliding_attention"],
+                sliding_window=24,
+                pad_token_id=None,
+            ),
+            "vision_config": _EYE
+            | {"model_type": "lfm3_vl_vision", "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+            "projector_hidden_size": 48,
+        },
+    ),
+    "mistral-large4": SeeingModel(
+        "mistral-large4",
+        "[IMG]",
+        {
+            "model_type": "mistral_large4",
+            "text_config": _text(
+                "llama",
+                model_type="mistral_large4_text",
+                num_key_value_heads=4,
+                head_dim=16,
+                kv_lora_rank=16,
+                q_lora_rank=None,
+                qk_rope_head_dim=16,
+                qk_nope_head_dim=8,
+                v_head_dim=16,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                index_topk=512,
+                index_head_dim=16,
+                index_n_heads=2,
+            ),
+            "vision_config": _EYE | {"model_type": "pixtral", "image_size": 84, "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
     "internvl": SeeingModel(
         "internvl",
         "<IMG_CONTEXT>",

@@ -20,7 +20,7 @@ from ...core.media import (
     MediaKind,
     plural_nouns,
 )
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_plain_wrapper
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_wrapper
 from ...core.native_calls import NativeCall
 from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
@@ -36,6 +36,9 @@ INPUTS = {
     "batch_num_images": "INT64",
     "image_merge_sizes": "INT64",
     "num_patches": "INT64",
+    "pixel_mask": "INT64",
+    "pixel_values_local": "FP32",
+    "num_local_patches": "INT64",
     FEATURES: "FP32",
     FEATURE_MASK: "INT64",
     SOURCE: "INT64",
@@ -46,7 +49,8 @@ INPUTS = {
 """What processors make of media for towers, each family some of it; their datatypes here."""
 
 _OTHER_PARTS = re.compile(
-    r"(thinker\.)?(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out)\."
+    r"(thinker\.)?(model\.)?(language_model|text_model|lm_head|layers|embed_tokens|norm|mtp|decoder|proj_out"
+    r"|tok_embeddings|output|lerope)\."
 )
 """Beginnings of the names of tensors that belong to no tower, in newer and older checkpoints."""
 
@@ -110,7 +114,7 @@ def read_tower_files(directory: Path, dtype: str, kinds: tuple[MediaKind, ...] =
     stored = stored if stored in _WIDTHS else "float32"
     if not kinds:
         return TowerFiles(directory, family, stored, tuple(_text_encoder_weights(directory)), kinds)
-    if not (any(family in families for families in _FAMILIES.values()) or has_plain_wrapper(config)):
+    if not (any(family in families for families in _FAMILIES.values()) or has_wrapper(config)):
         known = ", ".join(sorted({name for kind in kinds for name in _FAMILIES[kind]}))
         nouns = plural_nouns(kinds)
         raise Unsupported(f"{directory}: {nouns} of the family '{family}' are not served; those of {known} are")

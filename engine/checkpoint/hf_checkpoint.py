@@ -245,6 +245,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**absent, **text, **shared, **own, "architectures": [architecture]}
 
 
+def serves_text_alone(config: Mapping[str, Any]) -> bool:
+    """Whether it is of a family whose text part is described here, without its images."""
+    return text_config(config) is not None and not has_plain_wrapper(config)
+
+
 def _deepstack_layers(config: Mapping[str, Any]) -> int:
     """Layers of the text part that take something of the tower's, too."""
     indexes = (config.get("vision_config") or {}).get("deepstack_visual_indexes")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.media import MediaKind
-from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_plain_wrapper
+from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES, has_wrapper
 from ...core.published_form import flat_config
 from ...tokenization.checkpoint_files import read_json
+from .hf_checkpoint import serves_text_alone
 from .seq2seq_config import SEQ2SEQ
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
@@ -28,7 +29,7 @@ def media_kinds(directory: Path) -> tuple[MediaKind, ...]:
         return ()
     config = flat_config(read_json(directory / "config.json"))
     family = str(config.get("model_type"))
-    if has_plain_wrapper(config):
+    if has_wrapper(config) and not serves_text_alone(config):
         return ("image",)
     return tuple(kind for kind, known, part in _PARTS if family in known and isinstance(config.get(part), dict))
 

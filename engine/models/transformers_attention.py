@@ -22,6 +22,12 @@ _IGNORED_TENSORS = {"position_ids", "position_embeddings", "cache_position", "in
 """Tensors that some modules hand on and that say nothing about attention."""
 
 
+def attention_choice(config: Any, name: str) -> str | dict[str, str]:
+    """The attention of that name as a model of this configuration is told of it: of its texts alone, if it takes more
+    than those."""
+    return name if config.get_text_config() is config else {"text_config": name}
+
+
 class AttentionCall(NamedTuple):
     """One attention of a module: how it attends, and the other arguments that it gave."""
 
@@ -117,7 +123,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
     with refuse_failures("with another attention in place of its own"):
         model(input_ids=tokens, position_ids=tokens - 1, use_cache=False, attend=probe)
-    count = int(model.config.num_hidden_layers)
+    config = model.config.get_text_config()
+    count = int(config.num_hidden_layers)
     attending = sorted(probe.layers)
     if attending != list(range(count)):
         raise CheckpointError(f"of its {count} layers {attending} attend; all must, and nothing else is cached")
@@ -127,8 +134,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     if len({layer.heads for layer in layers}) > 1 or any(kv_heads % layer.kv_heads for layer in layers):
         raise CheckpointError("its layers have heads of different numbers, which one cache can't hold")
     # The windows of config.json and of the layers' calls: the few tokens of a check would fill no window.
-    if getattr(model.config, "sliding_window", None):
-        types = getattr(model.config, "layer_types", None)
+    if getattr(config, "sliding_window", None):
+        types = getattr(config, "layer_types", None)
         slide = [layer.attention.window is not None for layer in layers]
         if slide != [kind == "sliding_attention" for kind in types] if types else not any(slide):
             raise CheckpointError("its config.json has a sliding window that its layers do not hand to their attention")

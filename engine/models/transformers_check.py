@@ -13,7 +13,7 @@ from ..layers.recurrent_state import StateSlots
 from ..layers.step_context import StepContext
 from ..step_batch import StepBatch
 from .interfaces import Decoder
-from .transformers_attention import ATTENTION_NAME, refuse_failures
+from .transformers_attention import ATTENTION_NAME, attention_choice, refuse_failures
 
 _BLOCK_SIZE = 4
 _FIRST_STEP = (4, 4)
@@ -34,7 +34,7 @@ def verify_decoder(model: Any, decoder: Decoder, shape: DecoderShape, dtype: tor
     Raises:
         CheckpointError: logits differ by more than rounding; the message is the reason alone.
     """
-    high = min(int(model.config.vocab_size), 1000)
+    high = min(int(model.config.get_text_config().vocab_size), 1000)
     first = torch.arange(7, 7 + 11 * (_FIRST_STEP[0] + _SECOND_STEP[0]), 11, device=model.device) % high
     second = torch.arange(5, 5 + 17 * _FIRST_STEP[1], 17, device=model.device) % high
     with refuse_failures("by itself, so its config.json may contradict itself"):
@@ -54,15 +54,15 @@ def verify_decoder(model: Any, decoder: Decoder, shape: DecoderShape, dtype: tor
 
 
 def _logits_of_transformers(model: Any, tokens: Tensor) -> Tensor:
-    exchanged = model.config._attn_implementation == ATTENTION_NAME
+    exchanged = model.config.get_text_config()._attn_implementation == ATTENTION_NAME
     if exchanged:
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(attention_choice(model.config, "eager"))
     try:
         logits: Tensor = model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
         return logits
     finally:
         if exchanged:
-            model.set_attn_implementation(ATTENTION_NAME)
+            model.set_attn_implementation(attention_choice(model.config, ATTENTION_NAME))
 
 
 class _CheckMemory:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...tokenization.checkpoint_files import read_json
 from ..checkpoint.build_context import BuildContext
 from ..checkpoint.hf_checkpoint import Checkpoint
 from ..checkpoint.model_spec import DTYPES, LAYER_TYPES, CheckpointError, DecoderShape
@@ -23,6 +24,7 @@ from ..checkpoint.weights import CheckpointWeights
 from ..config import ParallelConfig
 from ..layers.step_context import StepContext
 from ..step_batch import SampledTokens
+from .image_wrapper import drop_towers, try_image_wrapper
 from .interfaces import BuiltDecoder, CheckpointBuilder, LogitsIterator, default_length
 from .transformers_attention import (
     ATTENTION_NAME,
@@ -117,10 +119,13 @@ class TransformersBuilder(CheckpointBuilder):
     directory: Path
     architecture: str
     config: Any
+    """Of its texts, where it takes more than those."""
     obstacle: str | None
     """Why our attention can't take the place of its own; None: it may."""
     caches: SequenceCaches | None
     """The caches that transformers computes one sequence with; None: the class takes none that we can fill."""
+    sees: bool = False
+    """Whether it takes rows of images, too."""
     variant: str = ""
     """What of its config.json our own file of the architecture does not compute, as a refusal says it; empty: it has no
     such file."""
@@ -148,7 +153,7 @@ class TransformersBuilder(CheckpointBuilder):
 
     def _build_over_attention(self, context: BuildContext) -> BuiltDecoder | None:
         """The model over our attention; None: it does something else, so it may serve by sequence alone."""
-        model = _load(self.directory, context, ATTENTION_NAME)
+        model = _load(self, context, ATTENTION_NAME)
         try:
             layers = probe_layers(model)
             shape = _attending_shape(self.config, layers)
@@ -165,7 +170,7 @@ class TransformersBuilder(CheckpointBuilder):
     def _build_by_sequence(self, context: BuildContext) -> BuiltDecoder:
         """The model as it is, called for one sequence at a time."""
         assert self.caches is not None
-        model = _load(self.directory, context)
+        model = _load(self, context)
         self.caches.probe(model)
         shape = sequence_shape(self.config, self.caches)
         if any(shape.states) and not self.keeps_states:
@@ -198,17 +203,21 @@ def transformers_builder(checkpoint: Checkpoint, variant: str = "") -> Transform
     Raises:
         CheckpointError: it is none, or something in its config.json rules it out; says what.
     """
-    architecture = str((checkpoint.config.get("architectures") or ["without a name"])[0])
+    outer = read_json(checkpoint.directory / "config.json") if checkpoint.language_part else checkpoint.config
+    architecture = str((outer.get("architectures") or ["without a name"])[0])
     try:
-        config = _read_config(checkpoint.directory)
-        model_class = _model_class(config, architecture)
+        whole = _read_config(checkpoint.directory)
+        config = whole.get_text_config()
+        if sees := _sees(whole, architecture):
+            try_image_wrapper(checkpoint.directory, architecture, own_logits=True)
+        model_class = _model_class(whole, architecture, sees)
         obstacle = _attention_obstacle(config, model_class)
         caches = _caches(model_class, config, obstacle)
     except CheckpointError as error:
         raise _refusal(checkpoint.where, architecture, error.message, variant) from error
-    dtype = str(config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
+    dtype = str(whole.dtype or config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
-    kinds = architecture, config, obstacle, caches
+    kinds = architecture, config, obstacle, caches, sees
     return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, *kinds, variant)
 
 
@@ -240,17 +249,27 @@ def _first_line(error: Exception) -> str:
     return line if line and not isinstance(error, KeyError) else f"{type(error).__name__} {line}"
 
 
-def _model_class(config: Any, architecture: str) -> Any:
+def _sees(config: Any, architecture: str) -> bool:
+    """Whether it is a class of images and texts."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    apart = config.get_text_config() is not config and not getattr(config, "is_encoder_decoder", False)
+    return known is not None and known.__name__ == architecture and apart
+
+
+def _model_class(config: Any, architecture: str, sees: bool) -> Any:
     """The class of `architecture`. Raises unless it is the language model of `config`, a decoder of plain numbers."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class: Any = classes.get(type(config), None)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError("it is an encoder and a decoder")
     if config.model_type == "phi4_multimodal":
         raise CheckpointError("its language part has adapters that are chosen by the images and sounds of a prompt")
-    if config.get_text_config() is not config:
+    if config.get_text_config() is not config and not sees:
         raise CheckpointError("it takes more than text")
     if model_class is None:
         raise CheckpointError(f"transformers has no causal language model of type {config.model_type}")
@@ -259,7 +278,7 @@ def _model_class(config: Any, architecture: str) -> Any:
     if getattr(config, "quantization_config", None):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
-    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     kinds = [rope.get("rope_type", "default") for rope in nested]
     if wrong := [kind for kind in kinds if not isinstance(kind, str | None)]:
@@ -307,19 +326,21 @@ def _attending_shape(config: Any, layers: Sequence[ProbedLayer]) -> DecoderShape
     )
 
 
-def _load(directory: Path, context: BuildContext, attention: str | None = None) -> Any:
-    """The model with the named attention, or the one that transformers chooses, all tensors from the checkpoint."""
-    from transformers import AutoModelForCausalLM
+def _load(builder: TransformersBuilder, context: BuildContext, attention: str | None = None) -> Any:
+    """The model with the named attention, or the one that transformers chooses, all tensors from the checkpoint. Of one
+    that sees the tower is dropped: its rows come with the prompts."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
-    auto: Any = AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if builder.sees else AutoModelForCausalLM
+    chosen = {"text_config": attention} if builder.sees and attention else attention
     register_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model, loading_info = auto.from_pretrained(
-            directory,
+            builder.directory,
             dtype=context.dtype,
-            attn_implementation=attention,
+            attn_implementation=chosen,
             output_loading_info=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -328,4 +349,6 @@ def _load(directory: Path, context: BuildContext, attention: str | None = None) 
         raise CheckpointError(f"transformers could not load it: {_first_line(error)}") from error
     if loading_info["missing_keys"]:
         raise CheckpointError(f"tensor {min(loading_info['missing_keys'])} is missing from the weights")
+    if builder.sees:
+        drop_towers(model)
     return model.to(context.device)

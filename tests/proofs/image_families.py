@@ -1,52 +1,96 @@
-"""Which of transformers' models of images and texts are a language part with rows at their images' places, by a trial
-of each class with its usual configuration: `python -m tests.proofs.image_families`. Those that are, and whose language
-part is computed natively, are served without a description of their own; for others the reason is told."""
+"""What becomes of every family of transformers' models of images and texts, by its usual configuration: `python -m
+tests.proofs.image_families`. Those of a language part with rows at its images' places are served, described or not; for
+others the reason is told, which is that of the load or of the log."""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
-from charonia.core.errors import CharoniaError
-from charonia.core.media_models import SEEING_FAMILIES, has_plain_wrapper
-from charonia.engine.models.image_wrapper import check_image_wrapper
-from charonia.tokenization.checkpoint_files import read_json
+from charonia.core.errors import CharoniaError, InvalidArgument
+from charonia.core.media_models import SEEING_FAMILIES
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.checkpoint.media_support import media_kinds
+from charonia.engine.models.registry import NativeBuilder, checkpoint_builder
+from charonia.media.processor import OWN_PROCESSORS, _processor_class
+
+NATIVE, FOREIGN, TEXTS, REFUSED = "native", "transformers", "texts alone", "refused"
+FITTING: dict[str, dict[str, dict[str, Any]]] = {
+    "aya_vision": {"vision_config": {"num_attention_heads": 16}},
+}
+"""Fields of usual configurations that contradict others of them."""
+
+
+class Verdict(NamedTuple):
+    """What becomes of a family's checkpoints."""
+
+    family: str
+    path: str
+    """Of the language part, where images are served; else `TEXTS` or `REFUSED`."""
+    reason: str = ""
+    """Why images are not served."""
 
 
 def write_config(directory: Path, family: str) -> str:
-    """The usual configuration of a family. Returns the name of its class."""
+    """The usual configuration of a family, with a processor that is read for its name. Returns the name of its
+    class."""
     known: Any = transformers.CONFIG_MAPPING[family]
     config = known()
+    for part, fields in FITTING.get(family, {}).items():
+        getattr(config, part).update(fields)
     config.architectures = [CLASSES[family]]
     config.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text("{}")
     return str(CLASSES[family])
 
 
-def verdicts() -> Iterator[tuple[str, str]]:
-    """Each family that is not described, and why its images are not served; empty if they are."""
+def verdict(family: str) -> Verdict:
+    """Of a family that is described its usual configuration says nothing: the suite compares it with transformers."""
+    if family in SEEING_FAMILIES:
+        return Verdict(family, NATIVE)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        try:
+            write_config(directory, family)
+        except (ValueError, TypeError, AttributeError, ImportError) as error:
+            return Verdict(family, REFUSED, f"its usual configuration cannot be made: {type(error).__name__}")
+        try:
+            builder = checkpoint_builder(open_checkpoint(directory))
+        except CharoniaError as error:
+            return Verdict(family, REFUSED, error.message.rpartition("is not supported: ")[2].partition("\n")[0])
+        if "image" not in media_kinds(directory):
+            return Verdict(family, TEXTS, "no description of its tower")
+        if reason := _processor_reason(directory, family):
+            return Verdict(family, TEXTS, reason)
+        return Verdict(family, NATIVE if isinstance(builder, NativeBuilder) else FOREIGN)
+
+
+def _processor_reason(directory: Path, family: str) -> str:
+    """Why the processor of a family does not serve; empty if it does."""
+    try:
+        known = _processor_class(directory)
+    except InvalidArgument as error:
+        return error.message.partition(": ")[2]
+    if "pil" not in IMAGE_PROCESSOR_MAPPING_NAMES.get(family, {}) and known.__name__ not in OWN_PROCESSORS:
+        return "its processor is there for torchvision alone"
+    if "replace_image_token" not in vars(known):
+        return f"{known.__name__} does not tell which text stands for an image"
+    return ""
+
+
+def verdicts() -> Iterator[Verdict]:
     transformers.logging.set_verbosity_error()
-    for family in sorted(CLASSES.keys() - SEEING_FAMILIES):
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                architecture = write_config(Path(directory), family)
-                check_image_wrapper(Path(directory), architecture)
-            except CharoniaError as error:
-                yield family, error.message.partition("supported: ")[2]
-            except Exception as error:
-                yield family, f"its usual configuration cannot be made: {type(error).__name__}"
-            else:
-                config = read_json(Path(directory) / "config.json")
-                kind = (config.get("text_config") or {}).get("model_type")
-                reason = f"a language part of the kind '{kind}' is none of those that take rows"
-                yield family, "" if has_plain_wrapper(config) else reason
+    for family in sorted(CLASSES):
+        yield verdict(family)
 
 
 def main() -> None:
-    for family, reason in verdicts():
-        print(f"{family:24} {reason or 'served, if its processor is there for pillow'}")
+    for found in verdicts():
+        print(f"{found.family:24} {found.path:14} {found.reason}")
 
 
 if __name__ == "__main__":

@@ -96,12 +96,13 @@ class ImageBench(Bench):
         """Our logits at all places, in steps that end at `cuts`."""
         runner, rank = self.executor.rank.runner, self.executor.rank
         groups = rank.groups.total
-        self.executor.allocate(BLOCKS * groups, 0, 0)
+        count = max(BLOCKS, -(-len(prompt.tokens) // BLOCK))
+        self.executor.allocate(count * groups, 0, 0)
         parts = []
         for number, (start, end) in enumerate(zip((0, *cuts), (*cuts, len(prompt.tokens)), strict=True)):
             column = [np.array([value], np.int32) for value in (0, start, end - start)]
             new = [NewSequence(0, np.array(prompt.tokens, np.int32), 0, ResolvedSampling(), embedded=prompt.spans)]
-            blocks = np.array([(0, block) for block in range(BLOCKS * groups)], np.int32).reshape(-1, 2)
+            blocks = np.array([(0, block) for block in range(count * groups)], np.int32).reshape(-1, 2)
             appended = blocks if not number else blocks[:0]
             plan = StepPlan(
                 number, *column, np.array([True]), np.ones(1, np.int32), appended, () if number else tuple(new), NO_ROWS

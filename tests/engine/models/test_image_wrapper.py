@@ -93,7 +93,7 @@ def test_a_checkpoint_is_tried_before_it_is_served(tmp_path: Path, monkeypatch: 
     with pytest.raises(CharoniaError, match="VipLlavaForConditionalGeneration is not supported: its logits are more"):
         examine(str(directory), {})
     config = json.loads((directory / "config.json").read_text())
-    config["text_config"]["model_type"] = "gpt2"
+    config["text_config"]["model_type"] = "nothing"
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(CharoniaError, match="VipLlavaForConditionalGeneration is not supported"):
         examine(str(directory), {})
