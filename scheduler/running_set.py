@@ -1,6 +1,6 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..core.metrics import EngineTotals
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
-from .config import SnapshotRule
+from .adapters.adapter_room import AdapterRoom
+from .config import SchedulerConfig
 from .encoders.encoder_rows import spans_from
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
@@ -43,7 +44,7 @@ class InFlightStep(NamedTuple):
 
 
 class RunningSet:
-    """`size` rows over the blocks of `cache`. A sequence keeps its row from admission until it has ended or was
+    """Rows over the blocks of `cache`. A sequence keeps its row from admission until it has ended or was
     preempted, and no plan in flight has it. Then its row and blocks are freed together: a row in a late result means
     the sequence of its plan. A preempted sequence goes back into the `waiting` queue.
 
@@ -59,21 +60,16 @@ class RunningSet:
     row counts on tokens that will not come.)
     """
 
-    def __init__(
-        self,
-        size: int,
-        cache: KVCacheManager,
-        waiting: WaitingQueue,
-        max_in_flight: int,
-        snapshots: SnapshotRule,
-    ) -> None:
-        self.size = size
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, waiting: WaitingQueue) -> None:
+        size = self.size = config.max_num_seqs
         self.cache = cache
         self.waiting = waiting
-        self.most_in_flight = max_in_flight
+        self.most_in_flight = config.max_in_flight
         """Plans in flight that may have the same row, if its sequence says nothing else."""
-        self.states = None if cache.draft_states is None else KeptStates(size, cache, snapshots)
+        self.states = None if cache.draft_states is None else KeptStates(size, cache, config.snapshots)
         """None: sequences have no recurrent states."""
+        self.adapters = AdapterRoom(config.max_loras, waiting) if config.max_loras else None
+        """None: all adapters may run at once."""
         # By row.
         self.known = _counter(size)
         self.expected = _counter(size)  # known, and tokens that plans in flight are to bring
@@ -105,7 +101,6 @@ class RunningSet:
         self.constrained: dict[int, int] = {}  # the key of each row whose tokens the host follows
         self.forced: list[tuple[int, int, int]] = []  # (row, position, token) that no plan has had yet
         self.itl_targets: dict[int, float] = {}  # seconds between tokens, of rows that want some
-        self.adapters: Counter[str] = Counter()  # rows by adapter
         # Of all rows.
         self.in_flight: deque[InFlightStep] = deque()
         self.min_remaining = UNLIMITED
@@ -184,8 +179,8 @@ class RunningSet:
             self.drafts_from[row] = sequence.drafts_from
         if spec.constrained:
             self.constrained[row] = spec.key
-        if spec.adapter:
-            self.adapters[spec.adapter] += 1
+        if self.adapters is not None:
+            self.adapters.enter(sequence)
         if sequence.target_itl is not None:
             self.itl_targets[row] = sequence.target_itl
         self.min_remaining = min(self.min_remaining, sequence.token_limit - sequence.known)
@@ -250,19 +245,13 @@ class RunningSet:
             self.closed_rows.append(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
             sequence.row, sequence.preempted_at = None, int(self.computed[row])
-            if sequence.spec.adapter:
-                self._leave_adapter(sequence.spec.adapter)
+            if self.adapters is not None:
+                self.adapters.leave(sequence)
             sequence.close_table(table, self.cache)
-            self.waiting.wake_waiting_for_blocks(table.promised[table.committed :])
+            self.waiting.wake(table.promised[table.committed :])
             if not self.ended[row]:
                 sequence.rank = sequence.seniority  # most of it is still cached
                 self.waiting.enqueue_preempted(sequence)
-
-    def _leave_adapter(self, adapter: str) -> None:
-        self.adapters[adapter] -= 1
-        if not self.adapters[adapter]:
-            del self.adapters[adapter]
-            self.waiting.wake_waiting_for_adapter()
 
     def await_results(self, rows: Iterable[int]) -> None:
         """Schedule these rows no more until their plans are back; those whose plans are back by now continue from what
@@ -305,8 +294,8 @@ class RunningSet:
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
         assert self.constrained == {row: self.keys[row] for row in occupied if self.sequences[row].spec.constrained}
-        named = [self.sequences[row].spec.adapter for row in occupied]
-        assert self.adapters == Counter(filter(None, named)), "adapters are miscounted"
+        if self.adapters is not None:
+            self.adapters.check_integrity(self.sequences.values())
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()

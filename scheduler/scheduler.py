@@ -15,6 +15,7 @@ from ..core.errors import InvalidArgument
 from ..core.metrics import EngineTotals, SequenceState
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
+from .adapters.adapter_room import ADAPTER_ROOM
 from .config import SchedulerConfig
 from .drafts.speculation import Speculation
 from .drafts.step_drafts import StepDrafts
@@ -58,7 +59,7 @@ class Scheduler:
         self._make_budget = make_budget
         self._prefill = make_budget(config)
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
-        self._rows = RunningSet(config.max_num_seqs, cache, self._waiting, config.max_in_flight, config.snapshots)
+        self._rows = RunningSet(config, cache, self._waiting)
         self._drafting = None
         if speculation is not None:
             self._drafting = StepDrafts(speculation, self._rows, self._fairness, config.admission == "no_evict")
@@ -196,6 +197,8 @@ class Scheduler:
         self._fairness.sequence_ended(sequence.tenant_slot)
         if sequence.row is None:
             self._waiting.remove(sequence)
+            if self._rows.adapters is not None:
+                self._rows.adapters.forget(sequence)
         else:
             self._rows.ended[sequence.row] = True
             self._rows.remove(sequence.row)
@@ -302,7 +305,7 @@ class Scheduler:
             rows.next_commit_at[row] = (full + 1) * cache.block_size
         if flight.saves and rows.states is not None:
             rows.states.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
-        self._waiting.wake_waiting_for_blocks(committed)
+        self._waiting.wake(committed)
 
     def _commit(self, sequence: Sequence, table: BlockTable, full: int) -> list[bytes]:
         """Commit the first `full` blocks, as far as they are not, hashing generated tokens here, outside of
@@ -327,7 +330,7 @@ class Scheduler:
         self._cache.check_integrity()
         rows.check_integrity()
         assert self._cache.open_tables == len(rows.tables), "a table without a row"
-        assert all(self._cache.being_computed(block_hash) for block_hash in self._waiting.awaited_hashes)
+        assert all(map(self._cache.being_computed, self._waiting.awaited - {ADAPTER_ROOM})), "nobody settles it"
         assert self.config.admission == "optimistic" or rows.reserved_blocks() <= self._cache.admissible_blocks
         waiting = [sequence.spec.key for sequence in self._waiting]
         placed = [sequence.spec.key for row, sequence in rows.sequences.items() if not rows.ended[row]]

@@ -144,10 +144,8 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     row: int | None = None
     """The row it holds, if any."""
-    awaited_hash: bytes | None = None
-    """The block that it waits for, outside the queue."""
-    waiting_for_adapter_since: int = 0
-    """The step from which on it waited because too many adapters ran."""
+    awaited: bytes | None = None
+    """What it is set aside for, see `WaitingQueue.set_aside`."""
     long_prompt: bool = False
     """Whether its prompt goes in the lane of long ones, see `PrefillBudget`."""
     admitted: bool = False

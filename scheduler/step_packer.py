@@ -262,10 +262,9 @@ class StepPacker:
         """Give the sequence a row and its first chunk; set it aside for a shared block or an adapter; or admit none."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
         if awaited is not None:
-            self._waiting.wait_for_block(sequence, awaited)
+            self._waiting.set_aside(sequence, awaited)
             return
-        if not self._has_adapter_room(sequence):
-            self._waiting.wait_for_adapter(sequence, self._step)
+        if self._rows.adapters is not None and not self._rows.adapters.admits(sequence, self._step):
             return
         spare, free = self._rows.spare_blocks(self._no_evict), self._cache.admissible_blocks
         table = self._cache.open(sequence.hashes, sequence.shareable_tokens)
@@ -285,15 +284,6 @@ class StepPacker:
         self._admitted_rows.append(row)
         self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)
-
-    def _has_adapter_room(self, sequence: Sequence) -> bool:
-        """Whether the sequence's adapter may run beside those that do."""
-        adapter = sequence.spec.adapter
-        running = self._rows.adapters
-        most = self._config.max_loras
-        if not adapter or not most:
-            return True
-        return self._waiting.overdue(self._step) in (None, sequence) and (adapter in running or len(running) < most)
 
     # Blocks
 

@@ -1,7 +1,7 @@
 """The queue of sequences that hold no row, and which tenant is next. Knows no blocks, no rows and no budget."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeAlias
 
 import numpy as np
@@ -14,13 +14,6 @@ RANK_ONLY_INTERVAL = 8
 
 OUTPUT_WEIGHT = 2.0
 """A generated token counts as much as so many computed prompt tokens, as in the paper."""
-
-MAX_ADAPTER_WAIT_STEPS = 256
-"""After so many steps of waiting for an adapter's room a sequence is the next with one: adapters that are asked for all
-the time do not keep it out forever."""
-
-_ADAPTER_ROOM = b"room for another adapter"
-"""In place of a block's hash: what sequences wait for while too many adapters run."""
 
 _NOT_WAITING = 1 << 62
 _FIRST_SLOTS = 8
@@ -131,8 +124,8 @@ _Lane: TypeAlias = dict[int, list[Sequence]]
 
 class WaitingQueue:
     """A tenant's sequences by rank, then arrival; `Fairness` knows which tenant is next. Sequences whose prompt was
-    long when they were enqueued, as `measure` notes in them, stand in a lane of their own. Those that wait for a block
-    that another one computes, or for an adapter's room, are set aside until that is settled."""
+    long when they were enqueued, as `measure` notes in them, stand in a lane of their own. Those that wait for more
+    than their turn, such as a block that another one computes, are set aside until that is settled."""
 
     def __init__(self, fairness: Fairness, measure: Callable[[Sequence], None] = lambda _: None) -> None:
         self._fairness = fairness
@@ -144,7 +137,6 @@ class WaitingQueue:
         self._num_set_aside = 0
         self.num_preempted = 0
         """Sequences that have run before."""
-        self._waiting_for_adapter: dict[Sequence, None] = {}  # once set aside for one, and not admitted since
 
     def __len__(self) -> int:
         return self._num_enqueued + self._num_set_aside
@@ -169,9 +161,9 @@ class WaitingQueue:
         return self._num_admitted % RANK_ONLY_INTERVAL == RANK_ONLY_INTERVAL - 1
 
     @property
-    def awaited_hashes(self) -> Iterable[bytes]:
-        """Hashes of the blocks that sequences wait for."""
-        return self._set_aside.keys() - {_ADAPTER_ROOM}
+    def awaited(self) -> Set[bytes]:
+        """What sequences are set aside for."""
+        return self._set_aside.keys()
 
     def peek(self, now: int, long: bool | None = None) -> Sequence | None:
         """The next sequence at step `now`: of all, or of the lane of long prompts or of short ones."""
@@ -211,18 +203,15 @@ class WaitingQueue:
         """Take a sequence out of its line, or from those set aside, for good."""
         self._take_out(sequence)
         self.num_preempted -= sequence.admitted
-        if sequence in self._waiting_for_adapter:
-            del self._waiting_for_adapter[sequence]
-            self.wake_waiting_for_adapter()  # the others may have waited for this one
 
     def _take_out(self, sequence: Sequence) -> None:
-        if sequence.awaited_hash is not None:
-            group = self._set_aside[sequence.awaited_hash]
+        if sequence.awaited is not None:
+            group = self._set_aside[sequence.awaited]
             group.remove(sequence)
             if not group:
-                del self._set_aside[sequence.awaited_hash]
+                del self._set_aside[sequence.awaited]
             self._num_set_aside -= 1
-            sequence.awaited_hash = None
+            sequence.awaited = None
             return
         lane, slot = self._lanes[sequence.long_prompt], sequence.tenant_slot
         line = lane[slot]
@@ -234,36 +223,20 @@ class WaitingQueue:
         self._num_enqueued -= 1
         self._update_head(slot)
 
-    def wait_for_block(self, sequence: Sequence, awaited: bytes) -> None:
-        """Leave the sequence out until the block of this hash is settled."""
+    def set_aside(self, sequence: Sequence, awaited: bytes) -> None:
+        """Leave the sequence out until this is settled: the block of this hash, or what else it stands for."""
         self._take_out(sequence)
-        sequence.awaited_hash = awaited
+        sequence.awaited = awaited
         self._set_aside.setdefault(awaited, []).append(sequence)
         self._num_set_aside += 1
 
-    def wait_for_adapter(self, sequence: Sequence, now: int) -> None:
-        """Leave the sequence out until fewer adapters run."""
-        if sequence not in self._waiting_for_adapter:
-            sequence.waiting_for_adapter_since = now
-            self._waiting_for_adapter[sequence] = None
-        self.wait_for_block(sequence, _ADAPTER_ROOM)
-
-    def wake_waiting_for_adapter(self) -> None:
-        """Enqueue the sequences that wait for an adapter's room: there may be some now."""
-        self.wake_waiting_for_blocks((_ADAPTER_ROOM,))
-
-    def overdue(self, now: int) -> Sequence | None:
-        """The sequence that has waited longest for an adapter's room, if it has for MAX_ADAPTER_WAIT_STEPS."""
-        first = next(iter(self._waiting_for_adapter), None)
-        return None if first is None or now - first.waiting_for_adapter_since < MAX_ADAPTER_WAIT_STEPS else first
-
-    def wake_waiting_for_blocks(self, settled: Iterable[bytes]) -> None:
-        """Enqueue the sequences that wait for these blocks, which were committed or whose computation was given up."""
+    def wake(self, settled: Iterable[bytes]) -> None:
+        """Enqueue the sequences that wait for these: blocks that were committed, or whose computation was given up."""
         if not self._set_aside:
             return
-        for block_hash in settled:
-            for sequence in self._set_aside.pop(block_hash, ()):
-                sequence.awaited_hash = None
+        for awaited in settled:
+            for sequence in self._set_aside.pop(awaited, ()):
+                sequence.awaited = None
                 self._num_set_aside -= 1
                 self.enqueue(sequence)
 

@@ -18,6 +18,7 @@ from charonia.engine.worker.executor import Capacity
 from charonia.engine.worker.fake_executor import FakeBehaviour, FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
+from charonia.scheduler.adapters.adapter_room import MAX_WAIT_STEPS
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
 from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
@@ -25,7 +26,7 @@ from charonia.scheduler.plan import ForcedTokens, StepPlan, StepResult, StepUpda
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
-from charonia.scheduler.waiting_queue import MAX_ADAPTER_WAIT_STEPS, RANK_ONLY_INTERVAL
+from charonia.scheduler.waiting_queue import RANK_ONLY_INTERVAL
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64)
 
@@ -305,7 +306,7 @@ class SchedulerTrial:
         if self.world.tenants > 1:  # everybody before it goes by rank, and that is one admission in so many
             before = (len(self.expected) + 1) * RANK_ONLY_INTERVAL * self._longest_work()
         if self.world.adapters:  # all others may be held for longer, and go first
-            aside += MAX_ADAPTER_WAIT_STEPS + 2 * before
+            aside += MAX_WAIT_STEPS + 2 * before
         return self.plans + overtaken, self.plans + overtaken + before + aside
 
     def _longest_work(self) -> int:

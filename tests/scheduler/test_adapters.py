@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.scheduler import waiting_queue
+from charonia.scheduler.adapters import adapter_room
 from charonia.scheduler.config import SchedulerConfig
 
 from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
@@ -29,7 +29,7 @@ def test_without_a_limit_all_run() -> None:
 
 
 def test_adapters_that_never_stop_do_not_keep_another_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_queue, "MAX_ADAPTER_WAIT_STEPS", 6)
+    monkeypatch.setattr(adapter_room, "MAX_WAIT_STEPS", 6)
     one = trial(1)
     one.arrive(family=0, prompt=1, new=3, adapter=1)
     kept_out = one.arrive(family=0, prompt=1, new=1, adapter=2)
@@ -43,7 +43,7 @@ def test_adapters_that_never_stop_do_not_keep_another_out(monkeypatch: pytest.Mo
 
 
 def test_one_that_is_held_may_leave_and_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_queue, "MAX_ADAPTER_WAIT_STEPS", 0)
+    monkeypatch.setattr(adapter_room, "MAX_WAIT_STEPS", 0)
     one = trial(1)
     runs, held, waits = (one.arrive(family=0, prompt=1, new=3, adapter=adapter) for adapter in (1, 2, 1))
     one.schedule()
