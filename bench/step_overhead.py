@@ -6,7 +6,7 @@ of its own, which `charonia.bench.scheduler` measures.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from ..engine.worker.fake_executor import FakeExecutor
 from ..kvcache.manager import KVCacheManager
 from ..processes.host import usable_cores
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
+from ..scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult, StepUpdates
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import SequenceSpec
 from .command import Count
@@ -130,14 +130,8 @@ class TimedScheduler(Scheduler):
     def schedule(self) -> StepPlan | None:
         return self._clock.time("schedule", super().schedule)
 
-    def apply(
-        self,
-        result: StepResult,
-        seconds: float | None = None,
-        forced: Mapping[int, ForcedTokens] = {},
-        host_seconds: float = 0.0,
-    ) -> StepUpdates:
-        return self._clock.time("apply", partial(super().apply, result, seconds, forced, host_seconds))
+    def apply(self, result: StepResult, seconds: float | None = None, host_seconds: float = 0.0) -> StepUpdates:
+        return self._clock.time("apply", partial(super().apply, result, seconds, host_seconds))
 
 
 class ClockedOutbox:

@@ -5,7 +5,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from .plan import NO_HOST_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, StepPlan
+from .plan import NO_HOST_COPIES, NO_ROWS, IntArray, LongArray, StepPlan
 from .prefill_budget import StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .states.kept_states import NO_STATES
@@ -73,7 +73,7 @@ class PackedStep:
             np.array(appended, np.int32) if appended else _NO_PAIRS,
             new,
             closed=np.array(running.closed_rows, np.int32) if running.closed_rows else NO_ROWS,
-            forced=np.array(running.forced, np.int32) if running.forced else NO_TOKENS,
+            forced=running.constrained.take_forced(),
             proposals=proposals,
             block_copies=np.array(block_copies, np.int32) if block_copies else NO_HOST_COPIES,
             state_saves=states.saves,
@@ -81,7 +81,6 @@ class PackedStep:
             state_copies=np.array(state_copies, np.int32) if state_copies else NO_HOST_COPIES,
         )
         running.closed_rows.clear()
-        running.forced.clear()
         if not drafted:
             return plan, InFlightStep(self._step, rows, self.ends, sampled, self._work, saves=states.snapshots)
         plan = plan._replace(drafts=self._num_drafts, drafted=np.array([*chain(*drafted.values())], np.int32))

@@ -145,14 +145,14 @@ def proposals_of(guesses: Sequence[tuple[int, int, list[int]]], seconds: float, 
 
 
 class StepResult(NamedTuple):
-    """The tokens that a step sampled, ragged."""
+    """The tokens that a step sampled, and those that follow them for sure, ragged."""
 
     step: int
     rows: IntArray
     offsets: IntArray
     """Position in its sequence of the first token of each row."""
     counts: IntArray
-    """Tokens of each row, 0 to k."""
+    """Tokens of each row, 0 or more."""
     tokens: IntArray
     """All of them, row after row."""
     logprobs: Sequence[Logprobs | None] = ()
@@ -161,14 +161,11 @@ class StepResult(NamedTuple):
     """(row, those of the prompt's tokens that follow computed ones) for rows that want them, also where they were
     reported before."""
     proposals: Proposals = NO_PROPOSALS
-
-
-class ForcedTokens(NamedTuple):
-    """What the host makes of the token that a constrained row sampled: `tokens` that follow it without being sampled,
-    and whether the sequence `ends` with them."""
-
-    tokens: Sequence[int] = ()
-    ends: bool = False
+    forced: IntArray = NO_ROWS
+    """How many of each row's last tokens no step sampled: the host says that they follow. Empty where it says
+    nothing."""
+    ending: frozenset[int] = frozenset()
+    """Rows whose sequence ends with these tokens, as the host says."""
 
 
 class StepUpdates(NamedTuple):

@@ -13,6 +13,7 @@ from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
 from .adapters.adapter_room import AdapterRoom
 from .config import SchedulerConfig
+from .constraints.constrained_rows import ConstrainedRows
 from .encoders.encoder_rows import spans_from
 from .plan import IntArray, LongArray, NewSequence
 from .prefill_budget import StepWork
@@ -65,7 +66,7 @@ class RunningSet:
         self.cache = cache
         self.waiting = waiting
         self.most_in_flight = config.max_in_flight
-        """Plans in flight that may have the same row, if its sequence says nothing else."""
+        """Plans in flight that may have the same row, if it is not constrained."""
         self.states = None if cache.draft_states is None else KeptStates(size, cache, config.snapshots)
         """None: sequences have no recurrent states."""
         self.adapters = AdapterRoom(config.max_loras, waiting) if config.max_loras else None
@@ -81,7 +82,7 @@ class RunningSet:
         self.capacity = _counter(size)  # tokens its blocks hold
         self.slid = _counter(size)  # spans whose tokens no sliding layer sees any more
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
-        self.max_in_flight = _counter(size)  # plans in flight that may have the row
+        self.max_in_flight = _counter(size)  # plans in flight that may have the row: one, if it is constrained
         self.drafts_from = np.full(size, UNLIMITED, np.int32)  # tokens known when it may have drafts, if it ever may
         self.running = np.zeros(size, np.bool_)  # holds a sequence, and is not releasing
         self.ended = np.zeros(size, np.bool_)  # releasing for good: takes no further token
@@ -95,11 +96,9 @@ class RunningSet:
         self.prefilling = set[int]()  # running, and not sampled in this stay; all other running rows decode
         self.awaiting_results = set[int]()  # a result was not what later plans built on: waits until they are back
         self.releasing = set[int]()  # the sequence ended or was preempted; plans in flight still have it
-        self.capped = set[int]()  # has a lower `max_in_flight` than the others
         self.scoring = set[int]()  # wants log-probabilities of its prompt
         self.drafting = set[int]()  # may have drafts
-        self.constrained: dict[int, int] = {}  # the key of each row whose tokens the host follows
-        self.forced: list[tuple[int, int, int]] = []  # (row, position, token) that no plan has had yet
+        self.constrained = ConstrainedRows()  # the next token depends on what the host makes of the last
         self.itl_targets: dict[int, float] = {}  # seconds between tokens, of rows that want some
         # Of all rows.
         self.in_flight: deque[InFlightStep] = deque()
@@ -167,18 +166,16 @@ class RunningSet:
         self.slid[row] = table.slid
         if self.states is not None:
             self.states.enter(row, sequence, table, self.waiting.first(FORKS_LOOKED_AT))
-        self.max_in_flight[row] = min(spec.max_in_flight or self.most_in_flight, self.most_in_flight)
+        self.max_in_flight[row] = 1 if spec.constrained else self.most_in_flight
         self.running[row], self.ended[row] = True, False
         self.prefilling.add(row)
-        if self.max_in_flight[row] < self.most_in_flight:
-            self.capped.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
         if sequence.drafts:
             self.drafting.add(row)
             self.drafts_from[row] = sequence.drafts_from
         if spec.constrained:
-            self.constrained[row] = spec.key
+            self.constrained.enter(row, spec.key)
         if self.adapters is not None:
             self.adapters.enter(sequence)
         if sequence.target_itl is not None:
@@ -223,7 +220,7 @@ class RunningSet:
         self.decode_limit[row] = 0
         self.prefilling.discard(row)
         self.releasing.add(row)
-        self.forced = [forced for forced in self.forced if forced[0] != row]
+        self.constrained.stop(row)
         self.release_settled((row,))
 
     def release_settled(self, rows: Iterable[int] | None = None) -> None:
@@ -233,11 +230,10 @@ class RunningSet:
                 continue
             self.releasing.remove(row)
             self.awaiting_results.discard(row)
-            self.capped.discard(row)
             self.scoring.discard(row)
             self.drafting.discard(row)
             self.drafts_from[row] = UNLIMITED
-            self.constrained.pop(row, None)
+            self.constrained.leave(row)
             self.itl_targets.pop(row, None)
             if self.states is not None:
                 self.states.leave(row)
@@ -278,7 +274,9 @@ class RunningSet:
 
     def full_rows(self) -> BoolArray | None:
         """[size] whether a row is in as many plans in flight as it may be in; None where none can be."""
-        if not self.in_flight or (len(self.in_flight) < self.most_in_flight and not (self.capped or self.drafting)):
+        if not self.in_flight:
+            return None
+        if len(self.in_flight) < self.most_in_flight and not (self.constrained or self.drafting):
             return None
         steps = self.steps_in_flight()
         full: BoolArray = steps >= self.max_in_flight
@@ -293,14 +291,13 @@ class RunningSet:
         assert self.tables.keys() == self.sequences.keys()
         assert sorted([*np.flatnonzero(self.running).tolist(), *self.releasing]) == occupied
         assert self.prefilling <= self.sequences.keys() - self.releasing - self.awaiting_results
-        assert self.constrained == {row: self.keys[row] for row in occupied if self.sequences[row].spec.constrained}
+        constrained = {row: self.keys[row] for row in occupied if self.sequences[row].spec.constrained}
+        self.constrained.check_integrity(constrained, self.running)
         if self.adapters is not None:
             self.adapters.check_integrity(self.sequences.values())
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
-        assert {row for row, _, _ in self.forced} <= self.constrained.keys() - self.releasing
-        assert self.capped == {row for row in occupied if self.max_in_flight[row] < self.most_in_flight}
         if self.states is not None:
             saves = [save for flight in self.in_flight for save in flight.saves]
             drafts = {row: number for flight in self.in_flight for row, number in flight.drafts.items()}

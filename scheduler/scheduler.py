@@ -21,12 +21,12 @@ from .drafts.speculation import Speculation
 from .drafts.step_drafts import StepDrafts
 from .encoders.encoder_rows import check_spans
 from .events.block_contents import block_contents
-from .plan import ForcedTokens, StepPlan, StepResult, StepUpdates
+from .plan import StepPlan, StepResult, StepUpdates
 from .prefill_budget import PrefillBudget
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, SequenceSpec
 from .step_packer import StepPacker
-from .step_results import process_result, with_forced_tokens
+from .step_results import process_result
 from .waiting_queue import Fairness, WaitingQueue
 
 PRIORITY_CLASSES = 1 << 16
@@ -235,18 +235,11 @@ class Scheduler:
     @property
     def constrained_rows(self) -> Mapping[int, int]:
         """The keys of constrained sequences, by the row they hold or leave."""
-        return self._rows.constrained
+        return self._rows.constrained.keys
 
-    def apply(
-        self,
-        result: StepResult,
-        seconds: float | None = None,
-        forced: Mapping[int, ForcedTokens] = {},
-        host_seconds: float = 0.0,
-    ) -> StepUpdates:
+    def apply(self, result: StepResult, seconds: float | None = None, host_seconds: float = 0.0) -> StepUpdates:
         """Take in the result of the oldest plan in flight; `seconds`: how long the step took, if that is known, and
-        `host_seconds` from the end of the step before to its launch. `forced`: by row, what follows the
-        tokens of constrained ones.
+        `host_seconds` from the end of the step before to its launch.
 
         Raises:
             RuntimeError: it is another plan's, or does not continue the known tokens.
@@ -265,18 +258,14 @@ class Scheduler:
         if seconds and drafting is not None:
             drafting.observe_time(flight.work, seconds, host_seconds, drafts)
         rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
-        ending = frozenset(row for row, tokens in forced.items() if tokens.ends)
-        continued = with_forced_tokens(result, forced) if forced else result
-        updates = process_result(rows, flight, continued, ending, rejected)
+        updates = process_result(rows, flight, result, rejected)
         if rows.states is not None:
             rows.states.verify_drafts(flight.drafts, rows.computed)
         if drafts:
             live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
             updates = updates._replace(drafts=live)
-        for row, (tokens, _) in forced.items():
-            if rows.running[row]:
-                first = int(rows.known[row]) - len(tokens)
-                rows.forced += [(row, position, token) for position, token in enumerate(tokens, first)]
+        if len(result.forced):
+            rows.constrained.note_forced(result, rows.known, rows.running)
         if drafting is not None and result.proposals.passes:
             drafting.take_proposals(result.proposals)
         if not self._fairness.single_tenant and updates.keys:

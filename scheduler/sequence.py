@@ -21,8 +21,8 @@ GREEDY = ResolvedSampling()
 
 
 class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, eq=False):
-    """One sequence to run. The client's half makes it, it crosses the wire as it is, and the core adds `hashes`,
-    `constrained` and `max_in_flight` before the scheduler gets it."""
+    """One sequence to run. The client's half makes it, it crosses the wire as it is, and the core adds `hashes`
+    and `constrained` before the scheduler gets it."""
 
     key: int
     """Unique among the live ones, and not negative."""
@@ -62,7 +62,8 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     """The part of the prompt that has to be cached, or else it ends unbegun: see `FinishReason.CACHE_THRESHOLD`. None
     is that of `SchedulerConfig`."""
     constrained: bool = False
-    """The host follows the tokens and may force some, see `ForcedTokens`."""
+    """The host follows the tokens and may force some, see `ForcedTokens`: no second step has the sequence before what
+    the host makes of the last is known."""
     snapshot_at: tuple[int, ...] = ()
     """Counts of its first tokens after which others may go on differently, such as ends of messages: where layers keep
     states, that after so many is kept if it spares enough."""
@@ -71,9 +72,6 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     handed_over: bool = False
     """What it computes of its prompt is for another server: where layers keep states, that after the prompt's last full
     block is kept before all others."""
-    max_in_flight: int = 0
-    """Steps in flight that may have the sequence at once. 0 is no limit of its own; 1 is for one whose next token
-    depends on what the host makes of the last."""
 
     @property
     def identities(self) -> IntArray:

@@ -15,7 +15,7 @@ from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .drafts.step_drafts import StepDrafts
 from .packed_step import PackedStep
-from .plan import NO_ROWS, LongArray, StepPlan
+from .plan import NO_ROWS, StepPlan
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
@@ -23,9 +23,6 @@ from .waiting_queue import Fairness, queue_order
 
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
-
-ROWS_PER_FORCED_TOKEN = 16
-"""One of so many decoding rows may compute a token that no step had to sample: the step of all takes longer by it."""
 
 
 class _PendingPrefill(NamedTuple):
@@ -112,7 +109,8 @@ class StepPacker:
         # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
         computed = counts[decoding].tolist()
         if rows.constrained and sum(computed) > len(computed):
-            computed = self._limit_forced_tokens(decoding)
+            rows.constrained.limit_forced(counts, rows.by_seniority(decoding))
+            computed = counts[decoding].tolist()
         if sum(computed) > self._budget_left:  # never with one token each: the senior rows go first
             decoding = np.array(rows.by_seniority(decoding))
             wanted = counts[decoding]
@@ -128,19 +126,6 @@ class StepPacker:
                 self._drafts[row] = drafts
                 self._set_count(row, int(counts[row]) + len(drafts))
                 self._grow(row)
-
-    def _limit_forced_tokens(self, decoding: LongArray) -> list[int]:
-        """Let constrained rows compute few forced tokens where free rows wait for the step. Returns what each row
-        computes."""
-        rows = self._rows
-        counts = self._counts
-        free = max(len(decoding) // ROWS_PER_FORCED_TOKEN, 1)
-        if any(row not in rows.constrained for row in decoding.tolist()):
-            senior = np.array(rows.by_seniority(decoding))
-            more = counts[senior] - 1
-            counts[senior] = 1 + np.clip(free - np.cumsum(more) + more, 0, more)
-        computed: list[int] = counts[decoding].tolist()
-        return computed
 
     # Prompts
 

@@ -5,32 +5,15 @@ from itertools import compress
 
 import numpy as np
 
-from ..core.logprobs import Logprobs
-from .plan import ForcedTokens, IntArray, StepResult, StepUpdates
+from .plan import IntArray, StepResult, StepUpdates
 from .running_set import UNLIMITED, InFlightStep, RunningSet
 
 
-def with_forced_tokens(result: StepResult, forced: Mapping[int, ForcedTokens]) -> StepResult:
-    """The result as if the tokens that follow had been sampled with the others; they have no log-probabilities."""
-    tokens: list[int] = []
-    logprobs: list[Logprobs | None] = []
-    follows = [forced[row].tokens if row in forced else () for row in result.rows.tolist()]
-    first = 0
-    for count, more in zip(result.counts.tolist(), follows, strict=True):
-        tokens += [*result.tokens[first : first + count].tolist(), *more]
-        logprobs += [*result.logprobs[first : first + count], *[None] * len(more)]
-        first += count
-    counts = result.counts + np.array([len(more) for more in follows], np.int32)
-    return result._replace(
-        counts=counts, tokens=np.array(tokens, np.int32), logprobs=logprobs if result.logprobs else ()
-    )
-
-
 def process_result(
-    rows: RunningSet, flight: InFlightStep, result: StepResult, ending: frozenset[int], rejected: Mapping[int, int]
+    rows: RunningSet, flight: InFlightStep, result: StepResult, rejected: Mapping[int, int]
 ) -> StepUpdates:
-    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `ending`: rows
-    whose sequence ends with these tokens. `rejected`: how many of its drafts were not right, by row.
+    """Take the tokens of `flight`'s result into the rows, settle their counters, and say what is new. `rejected`: how
+    many of its drafts were not right, by row.
 
     Raises:
         RuntimeError: the result does not continue what is known.
@@ -53,8 +36,8 @@ def process_result(
     finished: list[tuple[int, str]] = []
     rows.min_remaining -= max(counts, default=0)
     may_end = rows.min_remaining <= 0
-    if may_end or stop_tokens or ending or rows.releasing or 0 in counts:
-        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens, ending)
+    if may_end or stop_tokens or result.ending or rows.releasing or 0 in counts:
+        kept, finished = _truncate_at_ends(rows, result, known, stop_tokens)
         keeps = [at < limit for limit, count in zip(kept.tolist(), counts, strict=True) for at in range(count)]
         owners, tokens, logprobs = (list(compress(column, keeps)) for column in (owners, tokens, logprobs))
         ran, counts = list(compress(ran, kept)), [count for count in kept.tolist() if count]
@@ -76,10 +59,10 @@ def process_result(
 
 
 def _truncate_at_ends(
-    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int], ending: frozenset[int]
+    rows: RunningSet, result: StepResult, known: IntArray, stop_tokens: list[int]
 ) -> tuple[IntArray, list[tuple[int, str]]]:
     """How many tokens of each result row count; and (key, reason) of sequences that end with them, stopped ones first.
-    `stop_tokens`: which tokens of the result are stop tokens of their rows. `ending`: see `process_result`."""
+    `stop_tokens`: which tokens of the result are stop tokens of their rows."""
     room: IntArray = rows.token_limit[result.rows] - known
     room[rows.ended[result.rows]] = 0
     kept, ends = np.minimum(result.counts, room), np.cumsum(result.counts)
@@ -90,8 +73,8 @@ def _truncate_at_ends(
         if length <= kept[place]:
             kept[place] = length
             stopped.add(place)
-    for place, row in enumerate(result.rows.tolist() if ending else ()):
-        if row in ending and kept[place] == result.counts[place]:
+    for place, row in enumerate(result.rows.tolist() if result.ending else ()):
+        if row in result.ending and kept[place] == result.counts[place]:
             stopped.add(place)
     full = [place for place in ((kept == room) & (kept > 0)).nonzero()[0].tolist() if place not in stopped]
     finished = [*((place, "stop") for place in sorted(stopped)), *((place, "length") for place in full)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import InvalidArgument, SentError
-from ...scheduler.plan import ForcedTokens, MaskArray, MaskSource, StepPlan, StepResult
+from ...scheduler.constraints.constrained_rows import ForcedTokens, with_forced_tokens
+from ...scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
 from ..grammars.backend import GrammarMatcher, TokenMask
 from .messages import RequestRejected
 
@@ -230,10 +231,9 @@ class ConstrainedSequences:
         places = [row for row, (_, drafted) in masked.items() for _ in range(1 + len(drafted))]
         return plan._replace(masked=np.array(places, np.int32)), lambda: self._make_masks([*masked.values()])
 
-    def follow(
-        self, result: StepResult, rows: Mapping[int, int]
-    ) -> tuple[dict[int, ForcedTokens], list[RequestRejected]]:
-        """Accept a result's tokens; the forced tokens that follow them, by row, and the sequences that cannot go on."""
+    def follow(self, result: StepResult, rows: Mapping[int, int]) -> tuple[StepResult, list[RequestRejected]]:
+        """Accept a result's tokens; the result with those that are forced behind them, and the sequences that cannot go
+        on."""
         forced: dict[int, ForcedTokens] = {}
         failed: list[RequestRejected] = []
         ends = np.cumsum(result.counts).tolist()
@@ -249,7 +249,7 @@ class ConstrainedSequences:
             elif follows.tokens or follows.ends:
                 forced[row] = follows
                 self.totals.forced += len(follows.tokens)
-        return forced, failed
+        return with_forced_tokens(result, forced) if forced else result, failed
 
     def _make_masks(self, places: list[tuple[SequenceConstraint, list[int]]]) -> MaskArray:
         began = time.perf_counter()

@@ -121,7 +121,6 @@ class Inbox:
             hashes=self._cache.digest(message.spec.identities, message.spec.extras),
             constrained=constrained,
             handed_over=bool(message.handle),
-            max_in_flight=int(constrained),
         )
         new = NewRequest(spec, deadline, arrived, handle=message.handle, remote=message.remote)
         if message.constraint is None or not constrained:

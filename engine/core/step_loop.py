@@ -13,7 +13,7 @@ import msgspec
 
 from ...core.errors import InvalidArgument, SentError
 from ...kvcache.manager import KVCacheManager
-from ...scheduler.plan import ForcedTokens, MaskSource, StepPlan, StepUpdates
+from ...scheduler.plan import MaskSource, StepPlan, StepUpdates
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceSpec
 from ..checkpoint.encoder_shape import EncoderShape
@@ -267,14 +267,13 @@ class EngineCore:
         ended_before, self._landed_at = self._landed_at, time.perf_counter()
         began = max(launched.launched_at, ended_before)
         self._step = result.step
-        forced: dict[int, ForcedTokens] = {}
         if self._constraints.live:
-            forced, failed = self._constraints.follow(result, self.scheduler.constrained_rows)
+            result, failed = self._constraints.follow(result, self.scheduler.constrained_rows)
             if failed:
                 self._failed += failed
                 self._abort([rejected.key for rejected in failed])
         host_seconds = max(began - ended_before - launched.paused, 0.0)
-        updates = self.scheduler.apply(result, self._landed_at - began, forced, host_seconds)
+        updates = self.scheduler.apply(result, self._landed_at - began, host_seconds)
         for origin in self.prefix_origins:
             origin.on_updates(updates)
         if updates.finished:

@@ -5,7 +5,7 @@ Knows nothing of text, frontends or files.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from math import exp, inf, log
@@ -27,7 +27,7 @@ from ...engine.core.warm_up import warm_up
 from ...engine.worker.executor import Capacity, Executor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import ForcedTokens, StepPlan, StepResult, StepUpdates
+from ...scheduler.plan import StepPlan, StepResult, StepUpdates
 from ...scheduler.prefill_budget import PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceSpec
@@ -124,18 +124,12 @@ class RecordedScheduler(Scheduler):
             self._flying.append(self._loads.read(plan))
         return plan
 
-    def apply(
-        self,
-        result: StepResult,
-        seconds: float | None = None,
-        forced: Mapping[int, ForcedTokens] = {},
-        host_seconds: float = 0.0,
-    ) -> StepUpdates:
+    def apply(self, result: StepResult, seconds: float | None = None, host_seconds: float = 0.0) -> StepUpdates:
         load = self._flying.popleft()
         between = host_seconds if self._busy else None
         if seconds:
             self.samples.append(StepSample(load, seconds, between, self._brought))
-        updates = super().apply(result, seconds, forced, host_seconds)
+        updates = super().apply(result, seconds, host_seconds)
         self._busy = self.has_work
         self._brought = len(updates.keys)
         return updates

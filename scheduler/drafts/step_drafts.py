@@ -87,7 +87,8 @@ class StepDrafts:
         """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
         paid for as prompt tokens are."""
         drafts: dict[int, tuple[int, int]] = {}
-        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
+        sampled = result.counts - result.forced if len(result.forced) else result.counts
+        for row, count in zip(result.rows.tolist(), sampled.tolist(), strict=True):
             if drafted := flight.drafts.get(row, 0):
                 drafts[row] = drafted, count - 1
                 if not self._rows.ended[row]:

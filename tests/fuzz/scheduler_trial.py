@@ -20,9 +20,10 @@ from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.adapters.adapter_room import MAX_WAIT_STEPS
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
+from charonia.scheduler.constraints.constrained_rows import ForcedTokens, with_forced_tokens
 from charonia.scheduler.drafts.speculation import DraftRequest, Speculation
 from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
-from charonia.scheduler.plan import ForcedTokens, StepPlan, StepResult, StepUpdates
+from charonia.scheduler.plan import StepPlan, StepResult, StepUpdates
 from charonia.scheduler.prefill_budget import MIN_CHUNK_TOKENS
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
@@ -240,7 +241,6 @@ class SchedulerTrial:
         stop: int | None = None,
         tenant: int = 0,
         scored: bool = False,
-        max_in_flight: int = 0,
         constrained: bool = False,
         adapter: int = 0,
         drafts_wanted: int | None = None,
@@ -274,7 +274,6 @@ class SchedulerTrial:
             priority=priority,
             tenant=f"tenant {tenant}",
             weight=float(1 << tenant),
-            max_in_flight=1 if constrained else max_in_flight,
             constrained=constrained,
             drafts_wanted=drafts_wanted,
             adapter=name,
@@ -361,7 +360,7 @@ class SchedulerTrial:
         if not self._flights:
             return None
         plan, result = self._flights.popleft()
-        updates = self.scheduler.apply(result, self._seconds(plan), self._continuations(result))
+        updates = self.scheduler.apply(self._continued(result), self._seconds(plan))
         self._take_started(updates)
         self._take_scores(updates)
         self._take_tokens(updates)
@@ -372,8 +371,8 @@ class SchedulerTrial:
         self._check()
         return updates
 
-    def _continuations(self, result: StepResult) -> dict[int, ForcedTokens]:
-        """For some constrained rows some tokens that follow; where those are the last, the host may say so."""
+    def _continued(self, result: StepResult) -> StepResult:
+        """With some tokens that follow in some constrained rows; where those are the last, the host may say so."""
         found: dict[int, ForcedTokens] = {}
         tokens, at = result.tokens.tolist(), 0
         for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
@@ -385,7 +384,7 @@ class SchedulerTrial:
                 ends = left == more and self.expected[key].reason == "stop"
                 follows = [(tokens[at - 1] + step) % VOCABULARY for step in range(1, more + 1)]
                 found[row] = ForcedTokens(follows, ends)
-        return found
+        return with_forced_tokens(result, found) if found else result
 
     def _seconds(self, plan: StepPlan) -> float | None:
         """The measured time of a step, of which any part may be noise."""

@@ -5,7 +5,8 @@ import numpy as np
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.plan import ForcedTokens, StepPlan
+from charonia.scheduler.constraints.constrained_rows import ForcedTokens, with_forced_tokens
+from charonia.scheduler.plan import StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
@@ -24,11 +25,7 @@ class Loop:
         self.executor.allocate(64)
         for key in (FREE, CONSTRAINED) if free else (CONSTRAINED,):
             prompt, constrained = np.arange(3, dtype=np.int32) + 100 * key, key == CONSTRAINED
-            self.scheduler.add(
-                SequenceSpec(
-                    key=key, prompt=prompt, max_tokens=40, constrained=constrained, max_in_flight=int(constrained)
-                )
-            )
+            self.scheduler.add(SequenceSpec(key=key, prompt=prompt, max_tokens=40, constrained=constrained))
         self.tokens: dict[int, list[int]] = {FREE: [], CONSTRAINED: []}
 
     def plan(self) -> StepPlan:
@@ -42,7 +39,7 @@ class Loop:
         for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
             if row in self.scheduler.constrained_rows and follows:
                 ways[row] = ForcedTokens([token + step for step in range(1, follows + 1)])
-        updates = self.scheduler.apply(result, forced=ways)
+        updates = self.scheduler.apply(with_forced_tokens(result, ways) if ways else result)
         self.scheduler.check_integrity()
         tokens = iter(updates.tokens)
         for key, count in zip(updates.keys, updates.counts, strict=True):

@@ -9,10 +9,11 @@ import pytest
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.constraints.constrained_rows import ForcedTokens, with_forced_tokens
 from charonia.scheduler.drafts import speculation
 from charonia.scheduler.drafts.draft_costs import PROBE_STEPS, DecodeCosts, DraftCosts
 from charonia.scheduler.drafts.speculation import GRAMMAR, PREDICTION, DraftRequest, Speculation
-from charonia.scheduler.plan import ForcedTokens, StepPlan, StepUpdates
+from charonia.scheduler.plan import StepPlan, StepUpdates
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
@@ -113,7 +114,7 @@ def test_what_a_grammar_forces_is_counted_apart_and_tells_nothing_of_the_drafter
     loop = Loop()
     forced = [107, 108, 109, 110, 111]
     loop.speculation.possible_drafts = lambda key, drafts, most: [*drafts[:2], 106, 107] if drafts else forced[:most]
-    loop.add(1, prompt=3, new=30, constrained=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=30, constrained=True)
     loop.step()
     assert loop.step()[0].drafted.tolist() == [104, 105, 106, 107]
     own, forced_ones = loop.speculation.totals["counting"], loop.speculation.totals[GRAMMAR]
@@ -125,7 +126,7 @@ def test_forced_tokens_leave_the_chance_of_drafts_as_it_is() -> None:
     loop = Loop(right=0)
     loop.drafter.propose = lambda requests: [[] for _ in requests]  # type: ignore[method-assign]
     loop.speculation.possible_drafts = lambda key, drafts, most: drafts or [7] * most
-    loop.add(1, prompt=3, new=30, constrained=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=30, constrained=True)
     loop.step()
     rate = loop.speculation._acceptance_rate
     for _ in range(4):
@@ -202,13 +203,13 @@ def test_what_the_host_appends_takes_the_place_of_rejected_drafts() -> None:
     """Two of four drafts are right, and three tokens follow unsampled: nothing that was computed is in their place."""
     loop = Loop()
     loop.speculation.possible_drafts = lambda key, drafts, most: drafts[:most]
-    loop.add(1, prompt=3, new=20, constrained=True, max_in_flight=1)
+    loop.add(1, prompt=3, new=20, constrained=True)
     loop.step()
     plan = loop.scheduler.schedule()
     assert plan is not None
     assert plan.drafted.tolist() == [104, 105, 7, 7]
     follows = {0: ForcedTokens([107, 108])}
-    updates = loop.scheduler.apply(loop.executor.execute(plan).result(), forced=follows)
+    updates = loop.scheduler.apply(with_forced_tokens(loop.executor.execute(plan).result(), follows))
     assert updates.tokens == [104, 105, 106, 107, 108]
     loop.scheduler.check_integrity()
     plan, updates = loop.step()

@@ -14,7 +14,8 @@ from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.block_table import BlockTable
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
-from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan
+from charonia.scheduler.constraints.constrained_rows import ForcedTokens, with_forced_tokens
+from charonia.scheduler.plan import IntArray, StepPlan
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
@@ -328,14 +329,13 @@ def test_a_prompt_is_compared_with_a_preempted_sequence_whose_last_tokens_have_n
         hashes=trial.cache.digest(text(1, 60)),
         priority=1,
         constrained=True,
-        max_in_flight=1,
     )
     trial.scheduler.add(spec)
     plan = trial.scheduler.schedule()
     assert plan is not None
     result = trial.executor.execute(plan).result()
     [row] = trial.scheduler.constrained_rows
-    trial.scheduler.apply(result, forced={row: ForcedTokens([7] * 120)})
+    trial.scheduler.apply(with_forced_tokens(result, {row: ForcedTokens([7] * 120)}))
     trial.outputs[1] = []
     trial.add(joined(text(1, 60), result.tokens[1:], [7] * 110), new=2)
     trial.run()

@@ -217,7 +217,7 @@ def test_a_row_that_got_more_than_expected_waits_for_what_was_planned_on_the_old
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_a_row_that_waits_for_its_results_keeps_no_other_from_running_ahead(ahead: int) -> None:
     both = trial(ahead=ahead)
-    both.arrive(family=0, prompt=3, new=6, max_in_flight=1)
+    both.arrive(family=0, prompt=3, new=6, constrained=True)
     both.arrive(family=1, prompt=3, new=6)
     ran = [planned(both).rows.tolist() for _ in range(ahead + 1)]
     assert ran == [[0, 1]] + [[1]] * ahead

@@ -6,7 +6,8 @@ import numpy as np
 
 from charonia.engine.core.constraints import ConstrainedSequences, SequenceConstraint, ThinkingLimit
 from charonia.engine.grammars.backend import TokenMask
-from charonia.scheduler.plan import ForcedTokens, IntArray, StepPlan, StepResult
+from charonia.scheduler.constraints.constrained_rows import ForcedTokens
+from charonia.scheduler.plan import IntArray, StepPlan, StepResult
 
 VOCABULARY = 40
 
@@ -98,8 +99,11 @@ def test_what_has_to_come_follows_and_the_end_is_told() -> None:
     constraints.live[7] = SequenceConstraint(script(1, 2, 3, 4, forced=2))
     constraints.live[8] = SequenceConstraint(script(1, 2))
     rows = {3: 7, 4: 8}
-    assert constraints.follow(result(r3=1, r4=1), rows) == ({3: ForcedTokens([2, 3])}, [])
-    assert constraints.follow(result(r3=4, r4=2), rows) == ({3: ForcedTokens([], True), 4: ForcedTokens([], True)}, [])
+    first, failed = constraints.follow(result(r3=1, r4=1), rows)
+    assert (first.tokens.tolist(), first.counts.tolist(), first.forced.tolist()) == ([1, 2, 3, 1], [3, 1], [2, 0])
+    assert (first.ending, failed) == (frozenset(), [])
+    last, failed = constraints.follow(result(r3=4, r4=2), rows)
+    assert (last.tokens.tolist(), last.ending, failed) == ([4, 2], {3, 4}, [])
 
 
 def test_nothing_is_skipped_where_every_token_is_to_be_reported() -> None:
@@ -115,9 +119,10 @@ def test_a_sequence_that_cannot_go_on_is_told_with_its_parameter() -> None:
     _, source = constraints.mask_plan(plan(3), {3: 7})
     assert source is not None
     assert (source() == -1).all(), "any token will do: it is not kept"
-    ways, (failed,) = constraints.follow(result(r3=1), {3: 7})
+    sampled = result(r3=1)
+    followed, (failed,) = constraints.follow(sampled, {3: 7})
     assert (failed.key, failed.error.message, failed.error.field) == (7, "guided_regex: it broke", "guided_regex")
-    assert not ways
+    assert followed is sampled
 
 
 def test_a_grammar_that_takes_too_long_is_ended() -> None:
@@ -130,7 +135,8 @@ def test_a_grammar_that_takes_too_long_is_ended() -> None:
 def test_rows_of_sequences_that_have_ended_are_left_alone() -> None:
     constraints = ConstrainedSequences(VOCABULARY)
     constraints.live[8] = SequenceConstraint(script(1, 2))
-    assert constraints.follow(result(r3=1), {3: 7}) == ({}, [])
+    ended = result(r3=1)
+    assert constraints.follow(ended, {3: 7}) == (ended, [])
     assert constraints.mask_plan(plan(3), {3: 7})[1] is None
 
 
@@ -222,7 +228,8 @@ def test_a_row_with_drafts_has_a_mask_at_each_place() -> None:
     bits = np.unpackbits(source().view(np.uint8), axis=1, bitorder="little")
     assert [np.flatnonzero(row).tolist() for row in bits] == [[1], [2], [35], [1]]
     tokens = StepResult(0, ints(4, 5), ints(1, 1), ints(3, 1), ints(1, 2, 35, 1))
-    assert constraints.follow(tokens, {4: 7, 5: 8}) == ({4: ForcedTokens([], True)}, [])
+    followed, failed = constraints.follow(tokens, {4: 7, 5: 8})
+    assert (followed.tokens.tolist(), followed.ending, failed) == ([1, 2, 35, 1], {4}, [])
 
 
 def test_a_draft_that_is_too_much_for_a_grammar_ends_nothing() -> None:
