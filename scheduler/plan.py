@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..core.logprobs import Logprobs, PromptLogprobs
 from ..core.resolved_sampling import ResolvedSampling
+from .drafts.proposals import NO_PROPOSALS, Proposals
 from .encoders.encoder_rows import EmbeddedSpan, EncoderRows
 
 IntArray = NDArray[np.int32]
@@ -112,36 +113,6 @@ class StepPlan(NamedTuple):
         drafted = iter(self.drafted.tolist())
         numbers = zip(self.rows.tolist(), self.drafts.tolist(), strict=True)
         return {row: [*islice(drafted, number)] for row, number in numbers if number}
-
-
-class Proposals(NamedTuple):
-    """The proposals of a draft model that computes in the executor: `counts[i]` tokens that may follow at
-    `positions[i]` of `rows[i]`; `tokens` is their concatenation. They took `seconds`, beside the step's own time, in
-    so many `passes` through the model, the first of which computed `first` tokens."""
-
-    rows: IntArray = NO_ROWS
-    positions: IntArray = NO_ROWS
-    counts: IntArray = NO_ROWS
-    tokens: IntArray = NO_ROWS
-    seconds: float = 0.0
-    passes: int = 0
-    first: int = 0
-
-
-NO_PROPOSALS = Proposals()
-
-
-def proposals_of(guesses: Sequence[tuple[int, int, list[int]]], seconds: float, passes: int, first: int) -> Proposals:
-    """Proposals out of (row, position, tokens)."""
-    return Proposals(
-        np.array([row for row, _, _ in guesses], np.int32),
-        np.array([position for _, position, _ in guesses], np.int32),
-        np.array([len(tokens) for _, _, tokens in guesses], np.int32),
-        np.array([token for _, _, tokens in guesses for token in tokens], np.int32),
-        seconds,
-        passes,
-        first,
-    )
 
 
 class StepResult(NamedTuple):

@@ -171,9 +171,9 @@ class RunningSet:
         self.prefilling.add(row)
         if sequence.lacks_prompt_logprobs:
             self.scoring.add(row)
-        if sequence.drafts:
+        if sequence.drafts is not None:
             self.drafting.add(row)
-            self.drafts_from[row] = sequence.drafts_from
+            self.drafts_from[row] = sequence.drafts.resume_at
         if spec.constrained:
             self.constrained.enter(row, spec.key)
         if self.adapters is not None:

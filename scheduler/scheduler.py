@@ -161,8 +161,8 @@ class Scheduler:
             target_ttft=_seconds(self.config.target_ttft_ms) if ttft is None else ttft,
             target_itl=_seconds(self.config.target_itl_ms) if itl is None else itl,
         )
-        if self.speculation is not None and (self.speculation.most or request.prediction is not None):
-            sequence.drafts = self.speculation.most_drafts(request)
+        if self.speculation is not None:
+            sequence.drafts = self.speculation.drafts_for(request)
         self._fairness.sequence_arrived(slot)
         self._arrivals += 1
         self._live[request.key] = sequence
@@ -192,7 +192,7 @@ class Scheduler:
 
     def _end(self, key: int) -> None:
         sequence = self._live.pop(key)
-        if self.speculation is not None and sequence.drafts:
+        if self.speculation is not None and sequence.drafts is not None:
             self.speculation.finished(sequence)
         self._fairness.sequence_ended(sequence.tenant_slot)
         if sequence.row is None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +13,7 @@ from ..core.sampling import TokenLimit
 from ..kvcache.block_hashes import HashExtras
 from ..kvcache.block_table import BlockTable
 from ..kvcache.manager import KVCacheManager
+from .drafts.sequence_drafts import SequenceDrafts
 from .encoders.encoder_rows import EmbeddedSpan, EncoderRows, chunk_of_spans
 from .plan import IntArray
 
@@ -104,19 +104,6 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
             raise InvalidArgument(message, field=field)
 
 
-class DraftGuess(NamedTuple):
-    """What was to follow a sequence's first `outputs` ones, as `drafter` says; `own`: how many of them it said itself,
-    and its grammar did not force."""
-
-    outputs: int = 0
-    tokens: list[int] = []
-    drafter: str = ""
-    own: int = 0
-
-
-NO_GUESS = DraftGuess()
-
-
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A spec and its state so far; outlives its stays in the running set."""
@@ -150,20 +137,8 @@ class Sequence:
     """Whether it ever held a row."""
     preempted_at: int = 0
     """Tokens that were computed when it was last preempted."""
-    drafts: int = 0
-    """Tokens that a step drafts for it at most."""
-    draft_state: dict[str, Any] = field(default_factory=dict)
-    """The drafter's own."""
-    acceptance_rate: float | None = None
-    """The probability that a drafted token is right, as it seems; None while nothing is known of it."""
-    draft_guess: DraftGuess = NO_GUESS
-    """What was to follow, when it was last asked."""
-    drafts_from: int = 0
-    """Tokens that it has before it is drafted for again."""
-    draft_cooldown: int = 0
-    """Tokens for which nothing is drafted while its drafts are wrong."""
-    proposed: tuple[int, list[int]] = (0, [])
-    """Tokens that were known, and what a draft model says that follows them."""
+    drafts: SequenceDrafts | None = None
+    """None: nothing is drafted for it."""
     uncut: int = field(init=False)
     """The most places of its prompt that one step computes together, because they see one another; 0: none do."""
     prompt_logprobs_done: int = field(init=False)

@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_576,
     "tokenization": 4_088,
     "media": 1_614,
-    "scheduler": 2_424,
+    "scheduler": 2_449,
     "engine": 31_580,
     "classic_backends": 8_716,
     "ensembles": 1_200,

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResult, proposals_of
+from ...scheduler.drafts.proposals import Proposals, proposals_of
+from ...scheduler.plan import IntArray, LongArray, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..cpu.sampling import forbid_tokens
 from ..gpu.graphs import StaticStep

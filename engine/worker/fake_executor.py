@@ -22,16 +22,8 @@ from ...core.errors import CharoniaError
 from ...core.logprobs import Logprobs, PromptLogprobs
 from ...core.resolved_sampling import ResolvedSampling
 from ...kvcache.block_table import NO_BLOCK
-from ...scheduler.plan import (
-    NO_PROPOSALS,
-    MaskArray,
-    MaskSource,
-    NewSequence,
-    Proposals,
-    StepPlan,
-    StepResult,
-    proposals_of,
-)
+from ...scheduler.drafts.proposals import NO_PROPOSALS, Proposals, proposals_of
+from ...scheduler.plan import MaskArray, MaskSource, NewSequence, StepPlan, StepResult
 from ..checkpoint.adapter_files import read_adapter
 from ..config import LoraConfig
 from .executor import NO_COPIES, CacheCopies, CachePlaces, Capacity, ImageLayout, ProgressCallback, StepFuture

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...scheduler.plan import IntArray, LongArray, Proposals, StepPlan, StepResult, proposals_of
+from ...scheduler.drafts.proposals import Proposals, proposals_of
+from ...scheduler.plan import IntArray, LongArray, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..layers.step_context import StepContext
 from ..models.draft_head import DraftHead, HeadStep

@@ -5,7 +5,8 @@ and say ahead of the next step how its rows may go on."""
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from ...scheduler.plan import IntArray, Proposals, StepPlan, StepResult
+from ...scheduler.drafts.proposals import Proposals
+from ...scheduler.plan import IntArray, StepPlan, StepResult
 from ..attention.backend import AttentionBackend
 from ..cpu.program import StepRun
 from ..gpu.graphs import StepGraphs

@@ -10,9 +10,11 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ...core.metrics import DrafterTotals
-from ..plan import IntArray, Proposals
-from ..sequence import DraftGuess, Sequence, SequenceSpec
+from ..plan import IntArray
+from ..sequence import Sequence, SequenceSpec
 from .draft_costs import HIGHEST_RATE, MANY_SEQUENCES, DraftCosts
+from .proposals import Proposals
+from .sequence_drafts import DraftGuess, SequenceDrafts
 
 FIRST_RATE = 0.7
 """The probability that a drafted token is right, before any was."""
@@ -120,10 +122,11 @@ class Speculation:
         """A drafter was turned off."""
         self.drafters_off += 1
 
-    def most_drafts(self, spec: SequenceSpec) -> int:
-        """Tokens that a step may draft for a sequence."""
+    def drafts_for(self, spec: SequenceSpec) -> SequenceDrafts | None:
+        """What is remembered of a sequence that arrives; None where nothing is drafted for it."""
         most = self.most if spec.prediction is None else max(self.most, PREDICTED_DRAFTS)
-        return most if spec.drafts_wanted is None else min(most, spec.drafts_wanted)
+        most = most if spec.drafts_wanted is None else min(most, spec.drafts_wanted)
+        return SequenceDrafts(most) if most else None
 
     def is_due(self, step: int) -> bool:
         """Whether anything is drafted in this step: drafts cost no more than they saved, and their share of all steps,
@@ -146,9 +149,10 @@ class Speculation:
     def _draft(self, asked: Tokens[tuple[Sequence, int]], decoding: int, step: int) -> list[list[int]]:
         guesses = list[list[int]]()
         for (sequence, _), guess in zip(asked, self._guesses(asked), strict=True):
-            if sequence.draft_guess.tokens and sequence.draft_guess.drafter != GRAMMAR:
-                self._judge(sequence)
-            sequence.draft_guess = guess
+            drafts = drafts_of(sequence)
+            if drafts.guess.tokens and drafts.guess.drafter != GRAMMAR:
+                self._judge(drafts, sequence.outputs)
+            drafts.guess = guess
             guesses.append([] if self._cools_down(sequence, step) else guess.tokens)
         if not any(guesses):
             self._fruitless += len(asked) >= MANY_SEQUENCES
@@ -201,45 +205,46 @@ class Speculation:
 
     def _cut(self, sequence: Sequence, drafts: list[int], most: int) -> list[int]:
         """What the sequence's grammar makes of drafts: those from the first other token on are not the drafter's."""
-        possible, guess = self._possible_drafts(sequence, drafts, most), sequence.draft_guess
+        possible = self._possible_drafts(sequence, drafts, most)
+        known = drafts_of(sequence)
         pairs = enumerate(zip(possible, drafts, strict=False))
         same = next((index for index, (one, other) in pairs if one != other), min(len(possible), len(drafts)))
-        sequence.draft_guess = guess._replace(own=min(same, guess.own))
+        known.guess = known.guess._replace(own=min(same, known.guess.own))
         return possible
 
-    def _judge(self, sequence: Sequence) -> None:
+    def _judge(self, drafts: SequenceDrafts, outputs: Tokens[int]) -> None:
         """Compare the last guess with what has come since, whether it was verified or not: that costs nothing."""
-        rate = self._rate_of(sequence)
-        guess = sequence.draft_guess
-        came = sequence.outputs[guess.outputs : guess.outputs + len(guess.tokens)]
+        rate = self._rate_of(drafts)
+        guess = drafts.guess
+        came = outputs[guess.outputs : guess.outputs + len(guess.tokens)]
         for token, guessed in zip(came, guess.tokens, strict=False):
             right = token == guessed
             rate += RATE_WEIGHT * (right - rate)
             self._acceptance_rate += RATE_WEIGHT / 8 * (right - self._acceptance_rate)
             if not right:
                 break
-        sequence.acceptance_rate = rate
+        drafts.acceptance_rate = rate
 
     def _cools_down(self, sequence: Sequence, step: int) -> bool:
         """Whether drafts were wrong so often that none are asked for its next tokens, each time for longer. A draft
         model is asked by what it costs, and a grammar says what has to come."""
-        if self._rate_of(sequence) >= HOPELESS_RATE:
-            sequence.draft_cooldown = 0
+        drafts = drafts_of(sequence)
+        if self._rate_of(drafts) >= HOPELESS_RATE:
+            drafts.cooldown = 0
         elif self.costs.known and not (self.draft_model or sequence.spec.constrained):
-            cooldown = min(max(2 * sequence.draft_cooldown, FIRST_COOLDOWN), LONGEST_COOLDOWN)
-            sequence.draft_cooldown = cooldown
-            sequence.drafts_from = sequence.known + cooldown - step % cooldown
-        return sequence.drafts_from > sequence.known
+            drafts.cooldown = min(max(2 * drafts.cooldown, FIRST_COOLDOWN), LONGEST_COOLDOWN)
+            drafts.resume_at = sequence.known + drafts.cooldown - step % drafts.cooldown
+        return drafts.resume_at > sequence.known
 
-    def _rate_of(self, sequence: Sequence) -> float:
-        return self._acceptance_rate if sequence.acceptance_rate is None else sequence.acceptance_rate
+    def _rate_of(self, drafts: SequenceDrafts) -> float:
+        return self._acceptance_rate if drafts.acceptance_rate is None else drafts.acceptance_rate
 
     def _lengths_to_verify(self, sequences: Tokens[Sequence], mosts: list[int], decoding: int) -> list[int]:
         if not self.costs.known:
             return mosts
         rates = [
-            HIGHEST_RATE if sequence.draft_guess.drafter == GRAMMAR else self._rate_of(sequence)
-            for sequence in sequences
+            HIGHEST_RATE if drafts.guess.drafter == GRAMMAR else self._rate_of(drafts)
+            for drafts in map(drafts_of, sequences)
         ]
         return self.costs.worthwhile(rates, mosts, decoding, self._rounds)
 
@@ -257,12 +262,13 @@ class Speculation:
         sequences, mosts = [sequence for sequence, _ in asked], [most for _, most in asked]
         if not self.costs.known:
             return mosts
-        rates = [*map(self._rate_of, sequences)]
+        rates = [*map(self._rate_of, map(drafts_of, sequences))]
         lengths = self.costs.worthwhile(rates, mosts, decoding, self._rounds, proposing=True)
         if not any(lengths) and self.costs.may_try:
             at_best = [HIGHEST_RATE] * len(asked)
             if any(self.costs.worthwhile(at_best, mosts, decoding, self._rounds, proposing=True)):
-                oldest = min(range(len(asked)), key=lambda index: sequences[index].proposed[0] - sequences[index].known)
+                ages = [drafts_of(sequence).proposed[0] - sequence.known for sequence in sequences]
+                oldest = ages.index(min(ages))
                 lengths[oldest], self._in_trial = mosts[oldest], True
         self._cooldown = 0 if any(lengths) else min(2 * self._cooldown + 1, LONGEST_COOLDOWN)
         self._cooling = self._cooldown
@@ -281,7 +287,7 @@ class Speculation:
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Note that of `drafted` tokens of the sequence the first `accepted` were right."""
-        guess, self._reported = sequence.draft_guess, None
+        guess, self._reported = drafts_of(sequence).guess, None
         own = min(guess.own, drafted)
         if own:
             self.totals[guess.drafter].count(0, own, accepted)
@@ -300,13 +306,19 @@ class Speculation:
                 self.costs.note_spent(seconds)
 
 
+def drafts_of(sequence: Sequence) -> SequenceDrafts:
+    """What is remembered of a sequence that is drafted for."""
+    assert sequence.drafts is not None, "nothing is drafted for it"
+    return sequence.drafts
+
+
 def _draft_request(sequence: Sequence, most: int) -> DraftRequest:
     spec = sequence.spec
     return DraftRequest(
         spec.prompt,
         sequence.outputs,
         most,
-        sequence.draft_state,
+        drafts_of(sequence).state,
         spec.tenant,
         spec.prediction,
         _continuing(sequence),
@@ -316,7 +328,7 @@ def _draft_request(sequence: Sequence, most: int) -> DraftRequest:
 
 def _continuing(sequence: Sequence) -> Tokens[int]:
     """What the draft model's last proposals say that follows now: nothing, where they said something else before."""
-    known, proposed = sequence.proposed
+    known, proposed = drafts_of(sequence).proposed
     came = sequence.known - known
     if came >= len(proposed):
         return ()

@@ -9,12 +9,13 @@ from itertools import islice
 import numpy as np
 
 from ..packed_step import PackedStep
-from ..plan import NO_ROWS, IntArray, Proposals, StepResult
+from ..plan import NO_ROWS, IntArray, StepResult
 from ..prefill_budget import StepWork
 from ..running_set import InFlightStep, RunningSet
 from ..sequence import Sequence, most_uncut
 from ..waiting_queue import Fairness
-from .speculation import Speculation
+from .proposals import Proposals
+from .speculation import Speculation, drafts_of
 
 
 class StepDrafts:
@@ -44,14 +45,14 @@ class StepDrafts:
         known, computed = rows.known[due], counts[due]
         ready = (computed > 0) & (rows.scheduled[due] + computed == known) & (rows.expected[due] == known)
         for row in due[ready].tolist():
-            most = self._room_after(row, int(rows.known[row]), min(rows.sequences[row].drafts, left))
+            most = self._room_after(row, int(rows.known[row]), min(drafts_of(rows.sequences[row]).most, left))
             if most > 0:
                 wanted[row] = most
                 left -= most
         requests = [(rows.sequences[row], most) for row, most in wanted.items()]
         proposed = speculation.draft(requests, decoding, step) if requests else []
         for row, tokens in zip(wanted, proposed, strict=True):
-            rows.drafts_from[row] = rows.sequences[row].drafts_from
+            rows.drafts_from[row] = drafts_of(rows.sequences[row]).resume_at
             if drafts := tokens[: self._room_after(row, int(rows.known[row]), len(tokens))]:
                 yield row, drafts
 
@@ -71,17 +72,21 @@ class StepDrafts:
         speculation = self._speculation
         if not (speculation.draft_model and speculation.asks_draft_model):
             return NO_ROWS
-        rows, requests = self._rows, list[tuple[Sequence, int]]()
-        chosen, ends = packed.rows.tolist(), packed.ends.tolist()
-        for row, end in zip(chosen, ends, strict=True):
-            most = min(speculation.most, rows.sequences[row].drafts)
-            requests.append((rows.sequences[row], max(min(most, int(rows.token_limit[row]) - 2 - end), 0)))
-        lengths = speculation.propose(requests, len(requests))
-        for index, (row, end) in enumerate(zip(chosen, ends, strict=True)):
-            if packed.samples[index] and lengths[index]:
-                lengths[index] = max(self._room_after(row, end, lengths[index]), 0)
-                extend(row, end + lengths[index])
-        return np.array(lengths, np.int32) if any(lengths) else NO_ROWS
+        rows, asked, requests = self._rows, list[tuple[int, int, int]](), list[tuple[Sequence, int]]()
+        for index, (row, end) in enumerate(zip(packed.rows.tolist(), packed.ends.tolist(), strict=True)):
+            sequence = rows.sequences[row]
+            if sequence.drafts is not None:
+                most = min(speculation.most, sequence.drafts.most, int(rows.token_limit[row]) - 2 - end)
+                asked.append((index, row, end))
+                requests.append((sequence, max(most, 0)))
+        lengths = np.zeros(len(packed.rows), np.int32)
+        wanted = speculation.propose(requests, len(packed.rows)) if requests else []
+        for (index, row, end), length in zip(asked, wanted, strict=True):
+            lengths[index] = length
+            if packed.samples[index] and length:
+                lengths[index] = max(self._room_after(row, end, length), 0)
+                extend(row, end + int(lengths[index]))
+        return lengths if lengths.any() else NO_ROWS
 
     def observe(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
         """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
@@ -111,4 +116,4 @@ class StepDrafts:
         tokens = iter(proposals.tokens.tolist())
         columns = proposals.rows, proposals.positions, proposals.counts
         for row, position, count in zip(*(column.tolist() for column in columns), strict=True):
-            self._rows.sequences[row].proposed = position, [*islice(tokens, count)]
+            drafts_of(self._rows.sequences[row]).proposed = position, [*islice(tokens, count)]

@@ -14,7 +14,8 @@ from charonia.engine.layers.step_context import StepContext
 from charonia.engine.step_batch import StepBatch
 from charonia.engine.worker.draft_model import DraftLimits, DraftModel
 from charonia.engine.worker.row_states import RowStates
-from charonia.scheduler.plan import NO_HOST_COPIES, NewSequence, Proposals, StepPlan, StepResult
+from charonia.scheduler.drafts.proposals import Proposals
+from charonia.scheduler.plan import NO_HOST_COPIES, NewSequence, StepPlan, StepResult
 
 BLOCK, KNOWN = 4, 50
 """Tokens of a block, and those that the draft model knows; the target has twice as many."""
