@@ -28,8 +28,6 @@ _MOST_GROWN = 1 << 24
 """The most characters that a text may become in this process."""
 _PLAIN_GROWTH = 4
 """The growth up to which texts of any length are encoded in this process."""
-_BRIEF = 1024
-"""Characters that are encoded faster than other threads are let run."""
 _SAMPLE = "The 1st text: d\u00e9j\u00e0 vu,\n\u65e5\u672c\u8a9e \U0001f98a  end"
 
 EncoderInput: TypeAlias = str | tuple[str, str]
@@ -63,6 +61,11 @@ class BoundedEncoder:
         """Whether short texts take little time."""
         return not self.unbounded
 
+    @property
+    def may_run_apart(self) -> bool:
+        """Whether there are texts that go to the process that may be killed."""
+        return bool(self.unbounded) or self._growth > _PLAIN_GROWTH
+
     def try_out(self, example: str) -> None:
         """Encode an example of the checkpoint's own, such as its chat template. Raises `InvalidArgument` if it fails or
         exceeds the limits: requests would do no better."""
@@ -79,14 +82,6 @@ class BoundedEncoder:
                     f"{self._where}: an example of {len(text)} characters: {error.message}"
                 ) from error
 
-    def ids(self, text: str, special: bool) -> Sequence[int]:
-        if self._runs_apart(len(text)):
-            return self._encode_apart([text], special)[0].ids
-        with NativeCall("the tokenizer failed"):
-            if len(text) <= _BRIEF:
-                return self._backend.encode(text, add_special_tokens=special).ids
-            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
-
     def encode(self, inputs: Sequence[EncoderInput], special: bool = True) -> list[EncodedText]:
         """The tokens of each input; `special` adds what the model wants around a text. Other threads run meanwhile.
 
@@ -102,7 +97,7 @@ class BoundedEncoder:
         return [EncodedText(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def _runs_apart(self, characters: int) -> bool:
-        return bool(self.unbounded) or (self._growth > _PLAIN_GROWTH and characters * self._growth > _MOST_GROWN)
+        return self.may_run_apart and (bool(self.unbounded) or characters * self._growth > _MOST_GROWN)
 
     def _encode_apart(self, inputs: Sequence[EncoderInput], special: bool) -> list[EncodedText]:
         message = msgspec.msgpack.encode((inputs, special))

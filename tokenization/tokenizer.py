@@ -97,6 +97,8 @@ def _letters(name: str) -> bytes:
         return name.encode()
 
 
+_BRIEF = 1024
+"""Characters that are encoded faster than other threads are let run."""
 _PROBE = 16
 """Characters of a very long text that are encoded first, for each token of the longest prompt."""
 _TEMPLATES = 16
@@ -118,8 +120,11 @@ class Tokenizer:
         encoder: BoundedEncoder | None = None,
     ) -> None:
         self._backend = backend
-        self._encoder = encoder or BoundedEncoder(backend, "tokenizer.json")
-        self.bounded = self._encoder.bounded
+        encoder = encoder or BoundedEncoder(backend, "tokenizer.json")
+        self._encoder = encoder
+        self._limited = encoder if encoder.may_run_apart else None
+        """None where texts of any length may be encoded in this process."""
+        self.bounded = encoder.bounded
         """Whether encoding a short text takes little time."""
         self._special_tokens = special_tokens
         self._templates = templates
@@ -188,7 +193,12 @@ class Tokenizer:
         """The token ids of `text`; `special` adds what the model wants around a prompt. Other threads run meanwhile if
         the text is long. Raises as `BoundedEncoder.encode`, but `InvalidArgument` for a text that is not Unicode."""
         try:
-            return [*self._encoder.ids(text, special)]
+            if self._limited is not None:
+                return [*self._limited.encode([text], special)[0].ids]
+            with NativeCall(_FAILED):
+                if len(text) <= _BRIEF:
+                    return self._backend.encode(text, add_special_tokens=special).ids
+                return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates
             raise InvalidArgument("the prompt is not valid Unicode", field="prompt") from error
 

@@ -73,7 +73,7 @@ class _Tokens:
         self._plain = BoundedEncoder(_without_added(backend), "tokenizer.json")
 
     def __call__(self, text: str) -> list[int]:
-        return [*self._plain.ids(text, special=False)]
+        return [*self._plain.encode([text], special=False)[0].ids]
 
 
 def token_bytes(backend: tokenizers.Tokenizer, size: int) -> list[bytes]:
