@@ -83,7 +83,10 @@ class GpuBench:
             Row("latents", 8, lambda: self.layers.latents(self.read, self.operations)),
             Row("experts", 20, lambda: self.layers.experts(self.read)),
             *(
-                [Row("products of few rows", 15, lambda: self.layers.few_rows(self.read))]
+                [
+                    Row("products of few rows", 15, lambda: self.layers.few_rows(self.read)),
+                    Row("norms of heads", 8, self.layers.head_norms),
+                ]
                 if self.dtype.itemsize == 2 and runtime.serves(self.dtype, self.device)
                 else []
             ),

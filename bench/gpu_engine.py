@@ -81,6 +81,8 @@ class GpuWork(NamedTuple):
     """Nemotron-H 8B's."""
     latents: tuple[int, int, int] = (16, 512, 64)
     """Heads, numbers of a latent, and numbers that are rotated: DeepSeek V3's on one of eight ranks."""
+    normed: tuple[int, int, int] = (32, 8, 128)
+    """Heads of queries and of keys that have norms, and their size: Qwen3-8B's."""
     served: StreamLoads = StreamLoads({1: 2, 64: 128, 256: 256}, 1000, 300, 128256)
     """The requests of loads over HTTP."""
     frontends: tuple[int, ...] = (1, 4)

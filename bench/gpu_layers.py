@@ -17,6 +17,7 @@ from ..engine.checkpoint.recurrence import LayerState
 from ..engine.checkpoint.weights import WeightLoader
 from ..engine.cpu.recurrent import ConvolutionColumns, RecurrenceShape, ScanSteps
 from ..engine.gpu import runtime
+from ..engine.gpu.attention_plan import CacheShape, LayerCache
 from ..engine.layers.mlp import GatedMLPSpec, build_experts
 from ..engine.layers.recurrence import DeltaRuleGates, StateRecurrence, build_delta_rule, build_selective_scan
 from ..engine.layers.recurrent_state import StateSlots
@@ -90,6 +91,35 @@ class LayerBench:
                     seconds = self.seconds(partial(_each, multiply, weights)) / len(weights)
                     share = weights[0].nbytes / seconds / read
                     yield Figure(f"{what}, {rows} rows, {way}", 1e6 * seconds, "us", share, "bandwidth")
+
+    def head_norms(self) -> Iterator[Figure]:
+        """Norms of heads, rotation and the cache's write, of rows that decode, by one launch and by two."""
+        for rows in self.work.batches:
+            for way, seconds in self._head_norms(rows).items():
+                yield Figure(f"norms, rotation and write of {rows} rows, {way}", 1e6 * seconds, "us")
+
+    def _head_norms(self, rows: int) -> dict[str, float]:
+        """Seconds of a layer, out of several caches in turn."""
+        write: Any = import_module("charonia.engine.gpu.cache_write")
+        norms: Any = import_module("charonia.engine.gpu.norm")
+        heads, kv_heads, size = self.work.normed
+        shape, normed = CacheShape(heads, kv_heads, size, BLOCK), heads + kv_heads
+        norm = norms.TritonNorm(self._random(normed, size), 1e-6)
+        tables = torch.arange(rows, device=self.device).view(rows, 1)
+        batch = StepBatch(np.arange(rows), np.zeros(rows), np.ones(rows), tables.int(), tables, BLOCK)
+        caches = [LayerCache(*self._random(2, rows, kv_heads * BLOCK * size)) for _ in range(LAYERS)]
+        packed, angles = self._random(rows, normed + kv_heads, size), (self._random(rows, 1, size),) * 2
+        qkv = torch.split(packed, [heads, kv_heads, kv_heads], 1)
+
+        def together(cache: LayerCache) -> None:
+            write.write_cache(shape, cache, batch.on_device, batch.owners, qkv, angles, (norm, normed))
+
+        def apart(cache: LayerCache) -> None:
+            norm.norm_heads(packed, normed)
+            write.write_cache(shape, cache, batch.on_device, batch.owners, qkv, angles)
+
+        ways = {"one launch": together, "two launches": apart}
+        return {name: self._turns([partial(way, cache) for cache in caches]) for name, way in ways.items()}
 
     def states(self, read: float) -> Iterator[Figure]:
         """Convolutions, and both recurrences, of rows that decode, of which each matrix is read and written, and of a

@@ -23,6 +23,7 @@ from ..cpu.attention import (
     PlannedAttention,
 )
 from ..cpu.memory import HugePageArena
+from ..layers.norm import QKNorm
 from ..layers.rotary import FusedAngles, RotaryAngles
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_side
@@ -133,9 +134,11 @@ class NativeStepAttention:
         return planned.attend_separate(*place, heads_side_by_side(q), stored, sinks)
 
     def apply_rope_and_attend(
-        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None, norm: QKNorm | None = None
     ) -> Tensor:
         assert isinstance(angles, FusedAngles), "kernels that attend also rotate"
+        if norm is not None:
+            norm(packed)
         planned = self._planned[self.caches.params_of_layer[layer]]
         place = self.caches.caches[layer], self.caches.groups[layer]
         return planned.attend_packed(*place, packed, angles.cos_sin, sinks)

@@ -1,9 +1,6 @@
 """Attention in plain torch: by its formula on any device, the oracle of every other backend; on the CPU by torch's
-flash attention over keys and values gathered block by block.
-
-There rows with one token are batched by length, and longer chunks go one by one. Behind a window only blocks that some
-token still sees are gathered.
-"""
+flash attention over keys and values gathered block by block: rows with one token are batched by length, longer chunks
+go one by one, and behind a window only blocks that some token still sees are gathered."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from ...scheduler.plan import IntArray
 from ..checkpoint.model_spec import KeyValueShape, LayerAttention
+from ..layers.norm import QKNorm
 from ..layers.rotary import RotaryAngles
 from ..layers.step_context import StepAttention
 from ..step_batch import StepBatch
@@ -40,8 +38,10 @@ class TorchStepAttention:
         return self._attend(layer, q, k, v, sinks)
 
     def apply_rope_and_attend(
-        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None, norm: QKNorm | None = None
     ) -> Tensor:
+        if norm is not None:
+            norm(packed)
         shape = self._shapes[layer]
         if shape.values_in_keys:
             rotated = angles.rotate(packed[..., shape.value_size :].contiguous())

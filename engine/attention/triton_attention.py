@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checkpoint.model_spec import KeyValueShape
 from ..gpu.attention_plan import DECODE_PLACES, AttentionSpec, CacheShape, LayerCache, StepTiles, plan_tiles
+from ..layers.norm import QKNorm
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, BackendSupport, CacheSpec, heads_side_by_side
@@ -140,14 +141,16 @@ class TritonStepAttention:
         return self._attend(layer, heads_side_by_side(q), stored, sinks, None)
 
     def apply_rope_and_attend(
-        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None, norm: QKNorm | None = None
     ) -> Tensor:
         assert isinstance(angles, TorchAngles), "the C kernels' angles are for the CPU"
         shape = self._specs[self._index[layer]].shape
         if packed.shape[1] == shape.heads:
+            if norm is not None:
+                norm(packed)
             return self._attend(layer, packed, None, sinks, angles)
         q, k, v = torch.split(packed, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        return self._attend(layer, q, (k, v), sinks, angles)
+        return self._attend(layer, q, (k, v), sinks, angles, norm)
 
     def _attend(
         self,
@@ -156,16 +159,22 @@ class TritonStepAttention:
         stored: tuple[Tensor, Tensor] | None,
         sinks: Tensor | None,
         rotation: TorchAngles | None,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         from ..gpu.attention import attend
         from ..gpu.cache_write import write_cache
+        from ..gpu.norm import TritonNorm
 
         at = self._index[layer]
         batch = self._batch.of_group(self._groups[layer]).on_device
         spec = self._specs[at]
         cache = self._layers[layer]
         if stored is not None:
-            q = write_cache(spec.shape, cache, batch, self._batch.owners, (q, *stored), rotation)
+            normed = None
+            if norm is not None:
+                assert isinstance(norm.norm, TritonNorm), "kernels normalise what they attend to"
+                normed = norm.norm, norm.heads
+            q = write_cache(spec.shape, cache, batch, self._batch.owners, (q, *stored), rotation, normed)
         elif rotation is not None:
             q = rotation.rotate(q)
         return attend(spec, cache, batch, self._tiles[at], q, sinks)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..checkpoint.model_spec import KeyValueShape, LayerAttention
 from ..gpu.attention_plan import DECODE_PLACES
+from ..layers.norm import QKNorm
 from ..layers.rotary import RotaryAngles, TorchAngles
 from ..step_batch import StepBatch
 from .backend import AttentionBackend, CacheSpec, heads_side_by_side
@@ -98,9 +99,10 @@ class TritonLatentStep:
         return self._attend(layer, heads_side_by_side(q), k, None)
 
     def apply_rope_and_attend(
-        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None, norm: QKNorm | None = None
     ) -> Tensor:
         assert isinstance(angles, TorchAngles), "the C kernels' angles are for the CPU"
+        assert norm is None, "latents are normalised by their layer"
         return self._attend(layer, packed[:, :-1], packed[:, -1:], angles)
 
     def _attend(self, layer: int, q: Tensor, key: Tensor | None, rotation: TorchAngles | None) -> Tensor:

@@ -1,7 +1,8 @@
-"""Rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and values.
+"""Norms of heads, rotation (arXiv 2104.09864) and the paged cache's write, in one pass over a layer's queries, keys and
+values.
 
 Keys and values go where the block table says, as they are or as codes of eight bits with a scale for each line. The
-references are `layers.rotary.TorchAngles` and a plain copy.
+references are `layers.norm.TorchNorm`, `layers.rotary.TorchAngles` and a plain copy.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from ..step_batch import DeviceBatch
 from .attention_plan import CODED_SHAPES, SHAPES, CacheShape, LayerCache, next_power_of_2
 from .codes import to_codes
 from .dependent_launch import begin_dependent
+from .norm import TritonNorm
 from .runtime import CODE_TYPES, Specialisation, dependent_launch
 
 
@@ -28,6 +30,7 @@ def _write_kernel(
     rotated,
     cos,
     sin,
+    weights,
     keys,
     values,
     scales,
@@ -41,10 +44,12 @@ def _write_kernel(
     q_stride,
     k_stride,
     v_stride,
+    eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_LINES: tl.constexpr,
     SCALE_LINES: tl.constexpr,
@@ -54,7 +59,8 @@ def _write_kernel(
     DEPENDENT: tl.constexpr = False,
 ):
     """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. ROTARY_DIM 0: nothing is
-    rotated, and no program is for queries."""
+    rotated, and no program is for queries. The first NORMED of queries', keys' and values' heads are normalised before,
+    times a line of `weights` each."""
     begin_dependent(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -71,15 +77,22 @@ def _write_kernel(
     line = block * BLOCK_LINES + inside
     line_scales = scales + 2 * (block * SCALE_LINES + inside)
     valid = (head < KV_HEADS) & (dim < HEAD_DIM)
+    scale = weights + head * HEAD_DIM
     if kind == 1:
         value = tl.load(v + place * v_stride + head * HEAD_DIM + dim, mask=valid, other=0.0)
+        if NORMED > HEADS + KV_HEADS:
+            of_values = scale + (HEADS + KV_HEADS) * HEAD_DIM + dim
+            value = _times(value, _inverse_rms(value, HEAD_DIM, eps), of_values, valid)
         _store(values, line_scales + 1, line, dim, value, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     elif kind == 0:
-        turned = _rotate(k + place * k_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
+        heads = k + place * k_stride + head * HEAD_DIM
+        of_keys = scale + HEADS * HEAD_DIM
+        turned = _rotate(heads, cos, sin, of_keys, eps, place, dim, valid, HEAD_DIM, ROTARY_DIM, NORMED > 0)
         _store(keys, line_scales, line, dim, turned, valid, head < KV_HEADS, HEAD_DIM, LARGEST_CODE)
     else:
         valid = (head < HEADS) & (dim < HEAD_DIM)
-        turned = _rotate(q + place * q_stride + head * HEAD_DIM, cos, sin, place, dim, valid, ROTARY_DIM)
+        heads = q + place * q_stride + head * HEAD_DIM
+        turned = _rotate(heads, cos, sin, scale, eps, place, dim, valid, HEAD_DIM, ROTARY_DIM, NORMED > 0)
         tl.store(rotated + (place * HEADS + head) * HEAD_DIM + dim, turned, mask=valid)
 
 
@@ -96,14 +109,47 @@ def _store(cache, scales, line, dim, x, valid, head_valid, HEAD_DIM: tl.constexp
 
 
 @triton.jit
-def _rotate(heads, cos, sin, place, dim, valid, ROTARY_DIM: tl.constexpr):
-    """Heads whose first ROTARY_DIM numbers are rotated, half by half; the first half of `sin` is negated."""
+def _inverse_rms(x, HEAD_DIM: tl.constexpr, eps):
+    """Of each line."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / HEAD_DIM + eps)
+
+
+@triton.jit
+def _times(x, inverse_rms, weights, valid):
+    """Lines, normalised, times the weights that lie at `weights`, rounded as `norm` does."""
+    weight = tl.load(weights, mask=valid, other=0.0)
+    return ((x.to(tl.float32) * inverse_rms).to(weight.dtype) * weight).to(x.dtype)
+
+
+@triton.jit
+def _rotate(
+    heads,
+    cos,
+    sin,
+    weights,
+    eps,
+    place,
+    dim,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """Heads, normalised if NORMS, whose first ROTARY_DIM numbers are rotated, half by half; the first half of `sin` is
+    negated."""
     x = tl.load(heads + dim, mask=valid, other=0.0)
+    if NORMS:
+        inverse_rms = _inverse_rms(x, HEAD_DIM, eps)
+        x = _times(x, inverse_rms, weights + dim, valid)
     if ROTARY_DIM == 0:
         return x
     turns = valid & (dim < ROTARY_DIM)
     half: tl.constexpr = ROTARY_DIM // 2
-    partner = tl.load(heads + tl.where(dim < half, dim + half, dim - half), mask=turns, other=0.0)
+    other = tl.where(dim < half, dim + half, dim - half)
+    partner = tl.load(heads + other, mask=turns, other=0.0)
+    if NORMS:
+        partner = _times(partner, inverse_rms, weights + other, turns)
     angle = place * ROTARY_DIM + dim
     by_cos = tl.load(cos + angle, mask=dim < ROTARY_DIM, other=1.0).to(tl.float32)
     by_sin = tl.load(sin + angle, mask=dim < ROTARY_DIM, other=0.0).to(tl.float32)
@@ -117,31 +163,34 @@ def write_cache(
     owners: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     rotation: tuple[Tensor, Tensor] | None = None,
+    norm: tuple[TritonNorm, int] | None = None,
 ) -> Tensor:
     """Store a step's keys and values [N, kv_heads, head_dim] in a layer's cache -> the queries [N, heads, head_dim].
 
     `owners`, int64 [N]: the row of each place. `rotation`: cos and sin [N, ..., rotary_dim] of `TorchAngles`, by which
-    queries and keys are rotated."""
+    queries and keys are rotated, after `norm` of the first so many heads, all of queries and keys at least."""
     q, k, v = qkv
     rotated = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (q, q) if rotation is None else rotation
     numbers = batch.rows, batch.starts, batch.counts, batch.first_places, owners, batch.block_ids
     strides = batch.block_ids.stride(0), q.stride(0), k.stride(0), v.stride(0)
     rotary = 0 if rotation is None else cos.shape[-1]
+    weights, eps, normed = (q, 0.0, 0) if norm is None else (norm[0].weight, norm[0].eps, norm[1])
     if batch.size:
-        plan = _plan(shape, rotary) | dependent_launch(q.device)
+        plan = _plan(shape, rotary, normed) | dependent_launch(q.device)
         heads = shape.heads if rotary else shape.kv_heads
         write = _write_kernel[batch.size, 3 if rotary else 2, -(-heads // plan["LINES"])]
-        write(q, k, v, rotated, cos, sin, *cache.pointers, *numbers, *strides, **plan)
+        write(q, k, v, rotated, cos, sin, weights, *cache.pointers, *numbers, *strides, eps, **plan)
     return rotated
 
 
-def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
+def _plan(shape: CacheShape, rotary: int, normed: int = 0) -> dict[str, Any]:
     """A tile of heads, with a warp for each 256 of its numbers, 1 to 8, and twice as many for codes."""
     dims = next_power_of_2(shape.head_dim)
     most = 16 if dims < 256 or (dims == 256 and shape.codes is None) else 8
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), most)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
+    sizes["NORMED"] = normed
     tile = {"LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
     warps = min(max(lines * dims // 256, 1), 8)
     return sizes | shape.blocks | tile | {"num_warps": warps if shape.codes is None else 2 * warps}
@@ -150,14 +199,19 @@ def _plan(shape: CacheShape, rotary: int) -> dict[str, Any]:
 def specialisations() -> Iterator[Specialisation]:
     for shape in (*SHAPES, *CODED_SHAPES):
         for kind in ("bf16", "fp16"):
+            least = FP8_CAPABILITY if shape.codes == torch.float8_e4m3fn else 80
             for rotary in (shape.head_dim, shape.head_dim // 2, 0):
-                least = FP8_CAPABILITY if shape.codes == torch.float8_e4m3fn else 80
                 yield Specialisation.of_plan(_write_kernel, _types(kind, shape), _plan(shape, rotary), least=least)
+            of_keys = shape.heads + shape.kv_heads
+            for weights, normed in ((kind, of_keys), ("fp32", of_keys), (kind, of_keys + shape.kv_heads)):
+                plan = _plan(shape, shape.head_dim, normed)
+                yield Specialisation.of_plan(_write_kernel, _types(kind, shape, weights), plan, least=least)
 
 
-def _types(kind: str, shape: CacheShape) -> dict[str, str]:
+def _types(kind: str, shape: CacheShape, weights: str = "") -> dict[str, str]:
     data = dict.fromkeys(("q", "k", "v", "rotated", "cos", "sin"), f"*{kind}")
     cache = dict.fromkeys(("keys", "values"), f"*{kind if shape.codes is None else CODE_TYPES[shape.codes]}")
     numbers = dict.fromkeys(("rows", "starts", "counts", "first_places"), "*i32") | {"owners": "*i64"}
     strides = dict.fromkeys(("table_stride", "q_stride", "k_stride", "v_stride"), "i32")
-    return data | cache | {"scales": "*fp32"} | numbers | {"block_ids": "*i64"} | strides
+    norm = {"weights": f"*{weights or kind}", "eps": "fp32"}
+    return data | norm | cache | {"scales": "*fp32"} | numbers | {"block_ids": "*i64"} | strides

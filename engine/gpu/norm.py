@@ -67,8 +67,8 @@ class TritonNorm:
     dtype in which it is multiplied."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight.contiguous()
-        self._eps = eps
+        self.weight = weight.contiguous()
+        self.eps = eps
         self._size = weight.shape[-1]
         self._weights = weight.numel() // self._size
 
@@ -82,9 +82,9 @@ class TritonNorm:
 
     def add_normed(self, x: Tensor, delta: Tensor, inner: "TritonNorm") -> Tensor:
         """`add_and_norm` of inner(delta), in one launch, with the same bits."""
-        if inner._eps != self._eps:
+        if inner.eps != self.eps:
             return self.add_and_norm(x, inner(delta))
-        return self._launch(x, delta, torch.empty_like(x), 1, inner._weight)
+        return self._launch(x, delta, torch.empty_like(x), 1, inner.weight)
 
     def norm_heads(self, x: Tensor, heads: int) -> None:
         """Normalises the first `heads` of x [N, more heads, n], contiguous, in place."""
@@ -96,9 +96,9 @@ class TritonNorm:
         self._launch(part, None, part, 1)
 
     def _launch(self, x: Tensor, delta: Tensor | None, out: Tensor, heads: int, before: Tensor | None = None) -> Tensor:
-        weight = self._weight
+        weight = self.weight
         arguments = x, x if delta is None else delta, weight if before is None else before, weight, out
-        sizes = self._size, x.stride(0), heads, self._weights, self._eps
+        sizes = self._size, x.stride(0), heads, self._weights, self.eps
         if rows := len(x) * heads:
             plan = plan_rows(self._size) | _UNFUSED | dependent_launch(x.device)
             _norm_kernel[(rows,)](*arguments, *sizes, delta is not None, before is not None, **plan)

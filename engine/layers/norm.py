@@ -2,7 +2,7 @@
 torch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,17 @@ WholeNorm: TypeAlias = Union[TorchLayerNorm, TorchNorm, FusedNorm, "TritonNorm"]
 
 Norm: TypeAlias = Union[TorchNorm, FusedNorm, "TritonNorm"]
 """x [..., n] -> [..., n], in x's dtype."""
+
+
+class QKNorm(NamedTuple):
+    """The norm of the first `heads` of packed queries, keys and values [N, heads, head_dim]; a call is in place."""
+
+    norm: Norm
+    heads: int
+
+    def __call__(self, packed: Tensor) -> None:
+        self.norm.norm_heads(packed, self.heads)
+
 
 NormFactory: TypeAlias = Callable[[Tensor, float], Norm]
 """`rms_norm`, for one: makes a norm of its weight [n], or [heads, n] for x [N, heads, n], and epsilon."""

@@ -10,7 +10,7 @@ from ..checkpoint.model_spec import KeyValueShape, ModelSpec
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from .head_gate import build_head_gate
 from .linear import LayerMatmul, OutputShard, RowLinear, column_linear
-from .norm import NormFactory
+from .norm import NormFactory, QKNorm
 from .query_growth import build_query_growth
 from .rotary import Rotary
 from .step_context import StepContext
@@ -97,7 +97,7 @@ class SelfAttention:
             self._output_gate = build_head_gate(loader, len(own), size)
             ungated = self._output_gate.untraceable
         self._qkv = column_linear(loader, shards, inputs or spec.hidden_size, bias=projections.qkv_bias)
-        self._norm = None
+        self._norm: QKNorm | None = None
         self._whole_norms = None
         if projections.norm is not None and projections.whole_norms:
             weights_of = (("q", spec.heads, queries), ("k", shape.heads, keys))
@@ -113,8 +113,7 @@ class SelfAttention:
                 weights.append(of_keys.expand(kept_heads, -1))
                 if projections.normed_values:
                     weights.append(torch.ones_like(of_keys).expand(kept_heads, -1))
-            self._norm = projections.norm(torch.cat(weights), spec.norm_eps)
-            self._normed_heads = sum(map(len, weights))
+            self._norm = QKNorm(projections.norm(torch.cat(weights), spec.norm_eps), sum(map(len, weights)))
         self._growth = build_query_growth(spec, loader.context.max_positions)
         self._sinks = loader.floats(f"{name}.sinks", spec.heads)[heads] if projections.sinks else None
         if projections.near is not None:
@@ -129,14 +128,16 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         packed = self._qkv(x, context).view(-1, self._packed_heads, self._head_dim)
-        if self._norm is not None:
-            self._norm.norm_heads(packed, self._normed_heads)
         if self._whole_norms is not None:
             self._whole_norms(packed)
+        norm = self._norm
         if self._growth is not None:
+            if norm is not None:
+                norm(packed)  # queries grow behind it
+                norm = None
             self._growth(packed[:, : self._heads], context)
         angles = context.angles(self._rotary)
-        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles, self._sinks)
+        mixed = context.attention.apply_rope_and_attend(self._cache_layer, packed, angles, self._sinks, norm)
         if self._gate is not None:
             mixed = self._output_gate(mixed, self._gate(x, context))
         return self._out(mixed, context)

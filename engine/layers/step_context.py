@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cpu.recurrent import StepSlots
 from ..step_adapters import StepAdapters
 from ..step_batch import StepBatch
+from .norm import QKNorm
 from .recurrent_state import StepSlotStates
 from .rotary import Rotary, RotaryAngles
 
@@ -32,12 +33,12 @@ class StepAttention(Protocol):
         scores."""
 
     def apply_rope_and_attend(
-        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None
+        self, layer: int, packed: Tensor, angles: RotaryAngles, sinks: Tensor | None = None, norm: QKNorm | None = None
     ) -> Tensor:
         """The same for queries, keys and values of one size side by side, [N, heads + 2 kv_heads, head_dim], or queries
         alone, [N, heads, head_dim], contiguous, after `angles` rotated queries and keys; of keys that have values in
-        them queries and the key, [N, heads + 1, key_size], are rotated behind the value. The next layer's call
-        overwrites the result."""
+        them queries and the key, [N, heads + 1, key_size], are rotated behind the value. `norm` comes first, in place
+        or not. The next layer's call overwrites the result."""
 
 
 SharedPart: TypeAlias = Callable[[Tensor, "StepContext"], Tensor]

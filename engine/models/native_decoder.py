@@ -27,6 +27,7 @@ from ..cpu.op_trace import (
 from ..cpu.program import DecoderProgram, ProgramInputs, ProgramTimings, RotaryTable, StepRun, ThreadPool
 from ..layers.cross_attention import CrossAttention
 from ..layers.embed_and_head import DecoderEnds, Embedding, LogitsOutput
+from ..layers.norm import QKNorm
 from ..layers.rotary import FusedRotary, Rotary, RotaryAngles
 from ..layers.step_context import SharedPart, StepContext
 from ..step_batch import SampledTokens
@@ -257,8 +258,15 @@ class SymbolicContext:
         return q.trace.add_op(OpStruct(kind=CROSS, stride=q.width, layer=layer), q, q.width)
 
     def apply_rope_and_attend(
-        self, layer: int, packed: SymbolicTensor, angles: _SymbolicAngles, sinks: Tensor | None = None
+        self,
+        layer: int,
+        packed: SymbolicTensor,
+        angles: _SymbolicAngles,
+        sinks: Tensor | None = None,
+        norm: QKNorm | None = None,
     ) -> SymbolicTensor:
+        if norm is not None:
+            norm(cast(Tensor, packed))
         operation = OpStruct(
             kind=ATTENTION,
             what=None if sinks is None else sinks.data_ptr(),

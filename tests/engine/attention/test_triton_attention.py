@@ -16,6 +16,7 @@ from charonia.engine.attention.selector import capable_backends, create_backend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from charonia.engine.gpu import runtime
+from charonia.engine.layers.norm import QKNorm
 from charonia.engine.layers.rotary import TorchRotary
 from charonia.engine.step_batch import DeviceBatch, StepBatch, StepPositions, upload_columns
 from charonia.engine.worker.executor import CachePlaces
@@ -173,6 +174,44 @@ def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
     lines = batch.size * 2 * 2
     assert (lines_of(mine).view(torch.uint8) != codes).any(-1).sum() == lines
     assert (scales_of(mine).view(torch.int32) != scales).sum() == (0 if kept == "auto" else lines)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(KEPT),
+    st.sampled_from((torch.float32, torch.float16)),
+    st.sampled_from((0.5, 1.0)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_norms_of_heads_go_with_the_write(
+    interpreted: None, kept: str, dtype: torch.dtype, turned: float, of_values: bool, wide: bool
+) -> None:
+    """To the bits of a launch before it, and of each row alone, whatever is beside it; values are normalised, too, or
+    left."""
+    from charonia.engine.gpu.norm import TritonNorm
+
+    shape, rows = spec(kv_cache_dtype=kept, dtype=dtype), [(5, 3), (40, 1), (0, 20)]
+    heads = 10 if of_values else 8
+    weights = 1 + random(heads, 16).to(torch.float32 if wide else dtype)
+    norm = QKNorm(TritonNorm(weights, 1e-6), heads)
+    rotary = TorchRotary(RopeSpec(partial_rotary_factor=turned), 16, 64, dtype, CPU)
+    packed = random(24, 10, 16).to(dtype)
+    found = []
+    for own, pieces in ((norm, [[0, 1, 2]]), (None, [[0, 1, 2]]), (norm, [[0], [1], [2]])):
+        pair, outputs = Pair(shape, rows), []
+        for chosen in pieces:
+            batch = pair.batch([rows[row] for row in chosen], chosen)
+            first = sum(count for _, count in rows[: chosen[0]])
+            mine = packed[first : first + batch.size].clone()
+            if own is None:
+                norm(mine)
+            attention = pair.backends[0].begin_step(batch)
+            outputs.append(attention.apply_rope_and_attend(0, mine, rotary(batch.positions), None, own))
+        found.append((torch.cat(outputs), lines_of(pair.backends[0]).clone(), scales_of(pair.backends[0]).clone()))
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            assert torch.equal(one.contiguous().view(torch.uint8), same.contiguous().view(torch.uint8))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide:RuntimeWarning")  # by the least number there is

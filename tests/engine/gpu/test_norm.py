@@ -1,5 +1,7 @@
 """RMS norm on the interpreter beside torch's."""
 
+from collections import Counter
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.bench.gpu_engine import GpuWork
+from charonia.bench.gpu_layers import LAYERS, LayerBench
 from charonia.engine.layers.norm import TorchNorm, add_normed
 
 DTYPES = (torch.float32, torch.float16)
@@ -60,3 +64,24 @@ def test_norm_of_all_heads_together(kernels: dict[str, ModuleType]) -> None:
     TorchNorm(weight, 1e-6).norm_part(expected, 96)
     kernels["norm"].TritonNorm(weight, 1e-6).norm_part(packed, 96)
     torch.testing.assert_close(packed, expected)
+
+
+def test_make_gpu_times_norms_of_heads_with_the_write_and_before_it(
+    kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = Counter[str]()
+    norm = kernels["norm"].TritonNorm
+    norm_heads = norm.norm_heads
+    monkeypatch.setattr(norm, "norm_heads", lambda *own: computed.update(["norm"]) or norm_heads(*own))
+
+    def seconds(compute: Callable[[], object]) -> float:
+        computed.update(["timed"])
+        compute()
+        return 1.0
+
+    work = GpuWork(dtype="float16", batches=(1, 3), normed=(4, 2, 16))
+    names = [figure.name for figure in LayerBench(work, torch.device("cpu"), seconds).head_norms()]
+    assert names == [
+        f"norms, rotation and write of {rows} rows, {way}" for rows in (1, 3) for way in ("one launch", "two launches")
+    ]
+    assert computed == {"timed": 4, "norm": 2 * LAYERS}
