@@ -69,7 +69,14 @@ class LarkRules:
         return self.rule(f"/{_slashed(pattern)}/")
 
     def choice(self, texts: list[str]) -> str:
-        return self.rule(" | ".join(self.text(text) for text in texts))
+        """One of these texts. Those without special tokens are one terminal: of a rule every alternative is an item of
+        each step, and those are limited."""
+        alternatives = [self.text(text) for text in texts if self._specials.search(text)]
+        plain = [json.dumps(text, ensure_ascii=False) for text in texts if not self._specials.search(text)]
+        if plain:
+            alternatives.append(f"T{len(self._lines)}")
+            self._lines.append(f"{alternatives[-1]}: {' | '.join(plain)}")
+        return self.rule(" | ".join(alternatives))
 
     def lark(self, grammar: str) -> str:
         """A whole grammar with a rule `start`."""

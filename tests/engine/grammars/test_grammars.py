@@ -63,6 +63,8 @@ ACCEPTED: list[tuple[GrammarKind, str, str, str]] = [
     ("regex", r"\d{3}/[a-z]+\"", "", '123/abc"'),
     ("choice", '["yes", "no", "no \\"東\\""]', "", 'no "東"'),
     ("choice", '["[TOOL]a", "b</think>c"]', "", "b</think>c"),
+    ("choice", '["[TOOL]a", "ab", "b"]', "", "ab"),
+    ("choice", json.dumps([f"label {number}" for number in range(5000)]), "", "label 4321"),
     ("ebnf_grammar", 'root ::= "a" digit+\ndigit ::= [0-9]', "", "a12"),
     ("ebnf_grammar", 'start: "a" /[0-9]+/', "", "a12"),
     ("lark", f"start: <|user|> %json {SCHEMA} <|end|>", "", '<|user|>{"name": "", "n": 0}<|end|>'),
