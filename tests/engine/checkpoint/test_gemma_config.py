@@ -57,7 +57,8 @@ def test_the_last_layers_attend_to_the_keys_of_the_last_ones_of_their_kind() -> 
     assert (small.rope.theta, small.local_rope.theta) == (1e6, 1e4)
 
 
-def test_per_layer_config_says_what_older_fields_say() -> None:
+@pytest.mark.parametrize("digits", [1, 2])
+def test_per_layer_config_says_what_older_fields_say(digits: int) -> None:
     """Of the large ones, whose layers that see all have fewer heads, which make values of keys."""
     large = {
         "num_kv_shared_layers": 0,
@@ -66,7 +67,7 @@ def test_per_layer_config_says_what_older_fields_say() -> None:
         "attention_k_eq_v": True,
     }
     older = spec(**large, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
-    full = {str(layer): {"head_dim": 512, "num_key_value_heads": 2} for layer in range(4, 35, 5)}
+    full = {f"{layer:0{digits}}": {"head_dim": 512, "num_key_value_heads": 2} for layer in range(4, 35, 5)}
     assert spec(**large, per_layer_config=full, global_head_dim=None, hidden_size_per_layer_input=0) == older
     assert older.attention[4] == LayerAttention(None, 1.0, kept=KeyValueShape(2, 512, 512))
     assert older.gemma is not None
