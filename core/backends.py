@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from .gateway import ModelLookup
-from .media_models import MediaPart, MediaServices
+from .media_models import MediaPart, MediaRefusal, MediaServices
 from .model import MemoryNeed, Model, ModelConfig, RawConfig
 from .request import InferRequest, InferResponse
 from .request_context import ExecutionTimes, RequestContext
@@ -36,7 +36,7 @@ class TextModelBuilder(Protocol):
         *,
         memory: int | None = None,
         gpu_memory: int | None = None,
-        media: MediaServices | None = None,
+        media: MediaServices | MediaRefusal | None = None,
     ) -> Model: ...
 
 

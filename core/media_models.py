@@ -221,14 +221,22 @@ class MediaServices(NamedTuple):
     """Whether its decoder attends to what is encoded, which no prompt has."""
 
 
+class MediaRefusal(NamedTuple):
+    """Why a language model's media are not served, though its files have something for them."""
+
+    reason: str
+
+
 def has_wrapper(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a family that is not described here, and may be a language part with images at places
     of its prompts: the engine tries transformers' class of it."""
     names = config.get("architectures")
     outer = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForConditionalGeneration")
-    named = str(config.get("model_type")) in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
+    family = config.get("model_type", "")
     parts = (config.get("text_config"), config.get("vision_config"))
-    return outer and not named and all(isinstance(part, dict) for part in parts)
+    if not (outer and isinstance(family, str) and all(isinstance(part, dict) for part in parts)):
+        return False
+    return family not in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
 
 
 def has_plain_wrapper(config: Mapping[str, Any]) -> bool:

@@ -73,6 +73,8 @@ class ModelConfig:
     """Other names that requests may call the model by."""
     media: frozenset[MediaKind] = frozenset()
     """The kinds of media that the prompts of a language model may have, once it is loaded."""
+    refused_media: Mapping[MediaKind, str] = field(default_factory=dict)
+    """By a kind of media that its prompts may not have, why, if its files have something for it."""
     transcribes: bool = False
     """Whether it writes down sounds, and nothing else."""
 

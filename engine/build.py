@@ -8,16 +8,17 @@ from typing import Any
 import msgspec
 
 from ..core.backends import OnProgress, TextBackend
-from ..core.errors import InvalidArgument, NotFound
+from ..core.errors import CharoniaError, InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX
-from ..core.media_models import MediaPart, MediaServices, TowerSpec
+from ..core.media import MediaKind
+from ..core.media_models import MediaPart, MediaRefusal, MediaServices, TowerSpec
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
 from ..telemetry.host_metrics import Gpus
 from ..tokenization.checkpoint_files import locate_checkpoint
 from .checkpoint.adapter_files import read_adapter
 from .checkpoint.hf_checkpoint import open_checkpoint
-from .checkpoint.media_support import attends_to_encoder, media_kinds, sees_both_ways, writes_sounds_down
+from .checkpoint.media_support import attends_to_encoder, media_kinds, refused_media, sees_both_ways, writes_sounds_down
 from .checkpoint.model_spec import CheckpointError
 from .checkpoint.weight_memory import WeightUse, count_weight_bytes
 from .client.client import own_engine_spec
@@ -45,7 +46,7 @@ def language_model(
     on_progress: OnProgress,
     memory: int | None = None,
     gpu_memory: int | None = None,
-    media: MediaServices | None = None,
+    media: MediaServices | MediaRefusal | None = None,
 ) -> TextModel:
     """A language model over the checkpoint at `path`, which the parameter `model` may replace. `written`: its config.
     `memory`, `gpu_memory`: bytes of the host's memory, and of each GPU's, that it may take; None for all that is free.
@@ -56,16 +57,23 @@ def language_model(
     """
     config = granted_config(path, parameters, memory, gpu_memory)
     seen = model_media(config, media)
-    layout = SpeechLayout() if seen is not None and seen.transcribes else OWN_LAYOUT
+    layout = SpeechLayout() if seen.transcribes else OWN_LAYOUT
     return LlmModel(written.name, written.version, config, on_progress, layout, seen)
 
 
-def model_media(config: EngineConfig, media: MediaServices | None) -> ModelMedia | None:
-    """What reads the media of a model's prompts; None of a model that takes none."""
-    if media is None:
-        return None
+def model_media(config: EngineConfig, media: MediaServices | MediaRefusal | None) -> ModelMedia:
+    """What reads the media of a model's prompts."""
+    refusals: dict[MediaKind, str] = {}
+    place = Path()
+    with suppress(CharoniaError):  # which its load tells
+        place = locate_checkpoint(config.model)
+        refusals = refused_media(place, config.media.per_prompt)
+    if isinstance(media, MediaRefusal):
+        refusals |= dict.fromkeys(media_kinds(place), media.reason)
+    if not isinstance(media, MediaServices):
+        return ModelMedia(refusals=refusals, place=str(place))
     rows = _row_shape(config.model) if "image" in media.kinds else None
-    return ModelMedia(media, sees_both_ways(locate_checkpoint(config.model)), rows=rows)
+    return ModelMedia(media, sees_both_ways(place), None, rows, refusals, str(place))
 
 
 def _row_shape(model: str) -> RowShape | None:

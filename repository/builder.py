@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument, Unsupported
-from ..core.media_models import MediaServices
+from ..core.media_models import MediaRefusal, MediaServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 from ..core.regular_files import refuse_special_files
 from ..core.runtime import RuntimeLoader
@@ -145,7 +145,7 @@ class ModelBuilder:
     ) -> ModelFactory:
         parameters = {**self.backends.get(source.backend, {}), **source.parameters}
         media = self._media_services(backend, source, version, parameters)
-        seen: Sequence[MemoryNeed] = () if media is None else media.encoder.needs
+        seen: Sequence[MemoryNeed] = media.encoder.needs if isinstance(media, MediaServices) else ()
         needs: Sequence[MemoryNeed] = seen
         granted: dict[str, int] = {}
         held = 0
@@ -170,7 +170,7 @@ class ModelBuilder:
 
     def _media_services(
         self, backend: TextBackend, source: ModelSource, version: VersionSource, parameters: Mapping[str, str]
-    ) -> MediaServices | None:
+    ) -> MediaServices | MediaRefusal | None:
         """What a model that sees has beside its engine. A model whose tower is not served gets texts alone, and the log
         says so."""
         part = backend.find_media_part and backend.find_media_part(version.path, parameters, usable_gpus())
@@ -180,7 +180,7 @@ class ModelBuilder:
             return media_services(part, source.name, version.number)
         except (InvalidArgument, Unsupported) as error:
             log.warning("model '%s' takes no images: %s", source.name, error.message)
-            return None
+            return MediaRefusal(error.message)
 
     def _prepare_composite_model(
         self, source: ModelSource, version: VersionSource, services: ModelServices

@@ -10,7 +10,7 @@ from ...core.request import ChatMessage, Conversation, Tool, ToolCall
 from .custom_tools import custom_arguments
 from .json_body import NoOpValues, convert_fields, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType, shape_of
-from .media_parts import MEDIA_SHAPES, read_medium
+from .media_parts import MEDIA_SHAPES, part_complaint, read_medium
 from .schemas import ChatBody, TokenizeBody
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
@@ -198,5 +198,5 @@ def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "refusal":
         return convert_fields(part, _RefusalPart, where).refusal
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
-        raise field_error(f"{where}.type", f"must be 'text', got {shortened(part['type'])}")
+        raise field_error(f"{where}.type", part_complaint(part["type"], (*_TEXT_SHAPES, *MEDIA_SHAPES)))
     return convert_fields(part, _TextPart, where).text

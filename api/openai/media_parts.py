@@ -9,12 +9,13 @@ from ...core.errors import InvalidArgument
 from ...core.media import MediaKind, MediaSource
 from ...core.model import ModelConfig
 from ...core.request import ChatMessage, Conversation, Prompt, prompt_media
-from .json_body import convert_fields, field_error
+from .json_body import convert_fields, field_error, shortened
 from .known_fields import Shape, shape_of
 
 UNSEEN = "[{}: it is here, but this model cannot read it]"
 """Stands where something was that is no text: an agent goes on, and its model knows why."""
 UNSEEN_WARNING = "this model takes none; the text says that there was one: {}"
+_VIDEOS = ("video_url", "input_video", "video")
 _LONGEST_TYPE = 100
 _LONGEST_UUID, _LONGEST_FORMAT = 256, 16
 
@@ -127,13 +128,21 @@ def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource
     return MediaSource("audio", url=url, uuid=sound.uuid or "", field=field, offset=offset)
 
 
+def part_complaint(kind: Any, allowed: Iterable[str]) -> str:
+    """What is wrong with a part of the type `kind`, where it may be one of those that are `allowed`."""
+    if kind in _VIDEOS:
+        return f": {shortened(kind)} is not supported: no model here takes videos; frames may come as images"
+    return f"must be one of {', '.join(allowed)}, got {shortened(kind)}"
+
+
 def refuse_unseen(media: Iterable[MediaSource], config: ModelConfig) -> None:
     """Raises `InvalidArgument` for a medium that the model cannot see or hear."""
     for medium in media:
         if medium.kind not in config.media:
             takes = " and ".join(("text", *sorted(config.media)))
             message = f"{medium.field}: model '{config.name}' takes no {medium.kind}: it reads {takes} alone"
-            raise InvalidArgument(message, field=medium.field)
+            reason = config.refused_media.get(medium.kind, "")
+            raise InvalidArgument(f"{message} ({reason})" if reason else message, field=medium.field)
 
 
 class SeenPrompt(NamedTuple):

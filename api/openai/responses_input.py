@@ -11,7 +11,7 @@ from ...core.structured_outputs import json_text
 from ..http.error_responses import ApiError
 from .json_body import NoOpValues, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType
-from .media_parts import UNSEEN, UNSEEN_WARNING
+from .media_parts import UNSEEN, UNSEEN_WARNING, part_complaint
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -238,7 +238,7 @@ class InputMessages:
             self._warnings.setdefault(UNSEEN_WARNING.format(what), where)
             return UNSEEN.format(what)
         if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            raise field_error(f"{where}.type", f": {shortened(kind)} is not supported: this server reads text alone")
+            raise field_error(f"{where}.type", part_complaint(kind, (*_TEXT_PARTS, *_UNSEEN_PARTS)))
         reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
         return _string(members, _TEXT_PARTS[kind], where)
 

@@ -203,6 +203,7 @@ class LlmModel:
                 self._constraints = ConstraintChecker(bundle.tokenizer.added_tokens(info.vocab_size))
             parameters = {"max_model_len": str(info.max_model_len)}
             self._config = replace(self._config, parameters=parameters, fingerprint=bundle.fingerprint)
+            self._config = replace(self._config, refused_media=self._media.refusals)
             self._config = with_media(self._config, self._media.kinds, self._media.transcribes, self._media.row_width)
             if self._media.kinds:
                 timeout = self._spec.default_timeout

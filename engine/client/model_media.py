@@ -138,7 +138,8 @@ class PromptMedia(NamedTuple):
 class ModelMedia:
     """The media of a model's prompts, from its load to its unload. Without `services` it takes none. `bidirectional`:
     the places of an image see one another. `plain`: of a model whose prompts with media go to another process. `rows`:
-    those of its images, if some that were encoded elsewhere are taken."""
+    those of its images, if some that were encoded elsewhere are taken. `refusals`: by a kind that it does not take,
+    why, if its files, which lie at `place`, have something for it."""
 
     def __init__(
         self,
@@ -146,8 +147,15 @@ class ModelMedia:
         bidirectional: bool = False,
         plain: PromptMedia | None = None,
         rows: RowShape | None = None,
+        refusals: Mapping[MediaKind, str] = {},
+        place: str = "",
     ) -> None:
         self._services = services
+        self._place = place
+        self.refusals: dict[MediaKind, str] = {}
+        """By a kind that prompts may not have, why, as clients are told it, where there is more to say than that."""
+        for kind, reason in refusals.items():
+            self._refuse(kind, reason)
         self._rows = rows
         self._bidirectional = bidirectional
         self.plain = plain
@@ -182,6 +190,8 @@ class ModelMedia:
             if self._services.attended or not isinstance(error, (InvalidArgument, Unsupported)):
                 raise
             log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
+            for kind in self._services.kinds:
+                self._refuse(kind, error.message)
             self._services = None
             return
         if (preparer := self._services.preparer) is not None:
@@ -275,10 +285,16 @@ class ModelMedia:
         assert self._services is not None
         return await self._services.encoder.align(window, context)
 
+    def _refuse(self, kind: MediaKind, reason: str) -> None:
+        named = reason.removeprefix(f"{self._place}: ")
+        self.refusals[kind] = named.replace(self._place, "the checkpoint") if self._place else named
+
     def _checked(self, media: Sequence[MediaSource]) -> MediaServices | None:
         for medium in media:
             if medium.kind not in self.kinds or self.transcribes:
-                raise InvalidArgument(f"{medium.field}: this model takes no {medium.kind}", field=medium.field)
+                reason = self.refusals.get(medium.kind, "")
+                message = f"{medium.field}: this model takes no {medium.kind}"
+                raise InvalidArgument(f"{message} ({reason})" if reason else message, field=medium.field)
         return self._services
 
     async def _prepare(

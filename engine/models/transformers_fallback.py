@@ -268,7 +268,8 @@ def _model_class(config: Any, architecture: str, sees: bool) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError("it is an encoder and a decoder")
     if config.model_type == "phi4_multimodal":
-        raise CheckpointError("its language part has adapters that are chosen by the images and sounds of a prompt")
+        chosen = "chosen by the images and sounds of a prompt; Phi-4-mini is served"
+        raise CheckpointError(f"its language part has adapters that are {chosen}")
     if config.get_text_config() is not config and not sees:
         raise CheckpointError("it takes more than text")
     if model_class is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.backends import OnProgress, TextBackend
-from ...core.media_models import MediaPart, MediaServices
+from ...core.media_models import MediaPart, MediaRefusal, MediaServices
 from ...core.model import MemoryNeed, Model, ModelConfig
 from ...core.request import GenerateChunk
 from ...core.tensor import TensorSpec
@@ -61,7 +61,7 @@ def vllm_model(
     path: str,
     parameters: Mapping[str, str],
     on_progress: OnProgress,
-    media: MediaServices | None = None,
+    media: MediaServices | MediaRefusal | None = None,
     **granted: Any,
 ) -> Model:
     """The model that `model.json` in the directory `path` describes. Logs the arguments without effect. Raises as

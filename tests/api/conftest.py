@@ -92,6 +92,7 @@ def _single(name: str, datatype: str, dims: tuple[int, ...], batch: int = 0, dec
 
 UNLISTED = (
     replace(LLM, name="seeing", media=frozenset({"image"})),
+    replace(LLM, name="blind", refused_media={"image": "no tower"}),
     replace(LLM, name="hearing", media=frozenset({"audio"}), transcribes=True),
     _single("single", "FP32", (-1, 2), batch=8),
     _single("text", "BYTES", (1,)),

@@ -108,6 +108,21 @@ async def test_a_chat_of_a_model_that_does_not_see_is_refused(client: httpx.Asyn
         assert error["message"] == f"{place}: model 'llm' takes no image: it reads text alone"
 
 
+async def test_a_kind_that_a_model_refuses_has_its_reason(client: httpx.AsyncClient) -> None:
+    answer = await ask(client, CHAT, [{"role": "user", "content": [LOOK, PART]}], "blind")
+    assert answer.status_code == 400
+    complaint = "model 'blind' takes no image: it reads text alone (no tower)"
+    assert answer.json()["error"]["message"].endswith(complaint)
+
+
+@pytest.mark.parametrize("kind", ["video_url", "input_video", "video"])
+async def test_videos_are_refused_by_name(client: httpx.AsyncClient, kind: str) -> None:
+    clip = {"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}
+    for path, field in ((CHAT, "messages[0].content[1].type"), (RESPONSES, "input[0].content[1].type")):
+        error = (await ask(client, path, [{"role": "user", "content": [LOOK, clip]}])).json()["error"]
+        assert (error["param"], "no model here takes videos" in error["message"]) == (field, True), error
+
+
 async def test_inputs_of_responses(client: httpx.AsyncClient, gateway: Any) -> None:
     picture = {"type": "input_image", "image_url": URL, "detail": "auto"}
     given = [

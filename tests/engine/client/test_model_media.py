@@ -192,13 +192,20 @@ async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.Lo
     assert "model 'm' takes no images: no pillow" in caplog.text
     assert media.kinds == frozenset()
     assert parts.unloads == 2
-    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\]: this model takes no image"):
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\]: this model takes no image \(no pillow\)$"):
         await media.read(CHAT, RequestContext("chat"), "")
+    assert media.refusals == {"image": "no pillow"}
     assert await media.read("text", RequestContext("chat"), "") is None
     broken = _Parts(MemoryError())
     with pytest.raises(MemoryError):
         await ModelMedia(MediaServices(broken, broken)).load("m", ignore)
     assert broken.unloads == 2
+
+
+def test_a_refusal_does_not_tell_where_files_lie() -> None:
+    reasons: Mapping[MediaKind, str] = {"image": "/models/m has no processor", "audio": "/models/m: no sounds"}
+    media = ModelMedia(refusals=reasons, place="/models/m")
+    assert media.refusals == {"image": "the checkpoint has no processor", "audio": "no sounds"}
 
 
 async def test_a_text_that_is_read_apart_is_encoded_before_the_engine_has_it() -> None:
