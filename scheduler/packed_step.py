@@ -5,8 +5,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from .plan import NO_HOST_COPIES, NO_ROWS, IntArray, LongArray, StepPlan
-from .prefill_budget import StepWork
+from .plan import NO_HOST_COPIES, NO_ROWS, IntArray, LongArray, StepPlan, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .states.kept_states import NO_STATES
 

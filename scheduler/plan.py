@@ -51,6 +51,15 @@ class NewSequence(NamedTuple):
     """What its layers attend to beside its tokens, if the model has an encoder."""
 
 
+class StepWork(NamedTuple):
+    """A step's tokens of decoding rows and of prompts, each with the tokens attended to, summed over its tokens."""
+
+    decode_tokens: int = 0
+    decode_context: int = 0
+    prefill_tokens: int = 0
+    prefill_context: int = 0
+
+
 class StepPlan(NamedTuple):
     """One step of R rows, as the difference from the step before.
 

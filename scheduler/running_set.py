@@ -15,8 +15,7 @@ from .adapters.adapter_room import AdapterRoom
 from .config import SchedulerConfig
 from .constraints.constrained_rows import ConstrainedRows
 from .encoders.encoder_rows import spans_from
-from .plan import IntArray, LongArray, NewSequence
-from .prefill_budget import StepWork
+from .plan import IntArray, LongArray, NewSequence, StepWork
 from .sequence import Sequence
 from .states.kept_states import FORKS_LOOKED_AT, KeptStates
 from .states.state_saves import StateSave

@@ -56,8 +56,8 @@ class Scheduler:
         self._cache = cache
         credit = _CREDIT_STEPS * config.max_num_batched_tokens
         self._fairness = Fairness(config.ageing_steps, credit, config.rank_step_tokens)
-        self._make_budget = make_budget
         self._prefill = make_budget(config)
+        self.step_times = self._prefill.times
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
         self._rows = RunningSet(config, cache, self._waiting)
         self._drafting = None
@@ -86,18 +86,9 @@ class Scheduler:
 
     def reset_step_times(self) -> None:
         """Forget the times of steps so far: they say nothing of those to come."""
-        self._prefill = self._make_budget(self.config)
+        self.step_times.reset()
         if self.speculation is not None:
             self.speculation.costs.reset_step_times()
-
-    def repeat_step_times(self) -> None:
-        """Learn from the times of the last steps until they are known."""
-        self._prefill.repeat_observations()
-
-    def prompt_seconds(self, tokens: int, context: int) -> float:
-        """Seconds that `tokens` of a prompt take to compute after `context`; `inf` before any step was timed."""
-        model = self._prefill.time_model
-        return model.prompt_seconds(tokens, context) if model.calibrated else inf
 
     @property
     def running(self) -> int:
@@ -252,7 +243,7 @@ class Scheduler:
             self._elapsed += seconds
             self.totals.count_seconds(self._states(), seconds)
             seconds -= result.proposals.seconds
-            self._prefill.observe_step(flight.work, seconds)
+            self.step_times.observe(flight.work, seconds)
         drafting = self._drafting
         drafts = drafting.observe(flight, result) if drafting is not None and flight.drafts else {}
         if seconds and drafting is not None:

@@ -15,8 +15,8 @@ from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .drafts.step_drafts import StepDrafts
 from .packed_step import PackedStep
-from .plan import NO_ROWS, StepPlan
-from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, StepWork, WaitingPrompt
+from .plan import NO_ROWS, StepPlan, StepWork
+from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, WaitingPrompt
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
 from .waiting_queue import Fairness, queue_order

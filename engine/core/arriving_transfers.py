@@ -108,7 +108,7 @@ class ArrivingTransfers:
                 return
         patience = self._config.limits.timeout_seconds
         if self._config.kv_load_failure_policy == "recompute":
-            patience = max(self._scheduler.prompt_seconds(len(new.spec.prompt), 0), _LEAST_PATIENCE)
+            patience = max(self._scheduler.step_times.prompt_seconds(len(new.spec.prompt), 0), _LEAST_PATIENCE)
         fetch = PrefixFetch(self._config, self._fingerprint, remote, self._names)
         arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, time.monotonic() + patience)
         self._line.append(arrival)

@@ -41,7 +41,7 @@ def learn_step_times(core: EngineCore) -> None:
         core.scheduler.reset_step_times()
         for prompt in (longest // 16, longest // 4, longest):
             _run(core, max(prompt, 1), WARM_UP_NEW_TOKENS)
-    core.scheduler.repeat_step_times()
+    core.scheduler.step_times.repeat_observations()
     core.scheduler.reset_totals()
 
 

@@ -27,8 +27,8 @@ from ...engine.core.warm_up import warm_up
 from ...engine.worker.executor import Capacity, Executor
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import StepPlan, StepResult, StepUpdates
-from ...scheduler.prefill_budget import PrefillBudget, PrefillLane, StepDemand, StepPace, StepWork
+from ...scheduler.plan import StepPlan, StepResult, StepUpdates, StepWork
+from ...scheduler.prefill_budget import PrefillBudget, PrefillLane, StepDemand, StepPace
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.sequence import SequenceSpec
 from .simulated_machine import StepLoad, StepLoadReader
@@ -103,7 +103,7 @@ class DrawnChunks(PrefillBudget):
         return bool(decoding.decode_tokens) and self._rule.only_decodes()
 
     def pace(self, demand: StepDemand) -> StepPace:
-        pace = _ChunkPace(self.time_model, demand._replace(mixed=False))
+        pace = _ChunkPace(self.times.model, demand._replace(mixed=False))
         pace.chunk = self._rule.tokens(self._most)
         return pace
 

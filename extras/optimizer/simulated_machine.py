@@ -9,8 +9,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from ...scheduler.plan import StepPlan
-from ...scheduler.prefill_budget import StepWork
+from ...scheduler.plan import StepPlan, StepWork
 from ...telemetry.roofline import NotNegative, SecondsTable, require_ascending
 
 

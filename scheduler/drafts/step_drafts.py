@@ -9,8 +9,7 @@ from itertools import islice
 import numpy as np
 
 from ..packed_step import PackedStep
-from ..plan import NO_ROWS, IntArray, StepResult
-from ..prefill_budget import StepWork
+from ..plan import NO_ROWS, IntArray, StepResult, StepWork
 from ..running_set import InFlightStep, RunningSet
 from ..sequence import Sequence, most_uncut
 from ..waiting_queue import Fairness

@@ -21,14 +21,8 @@ from charonia.extras.optimizer.simulated_machine import SimulatedMachine
 from charonia.extras.optimizer.simulated_request import SimulatedRequest
 from charonia.extras.optimizer.simulation import MakeBudget, Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.prefill_budget import (
-    IDLE_STEP_SECONDS,
-    PrefillBudget,
-    PrefillLane,
-    StepDemand,
-    StepPace,
-    StepWork,
-)
+from charonia.scheduler.plan import StepWork
+from charonia.scheduler.prefill_budget import IDLE_STEP_SECONDS, PrefillBudget, PrefillLane, StepDemand, StepPace
 
 from .scheduler_latency import INT8, INT8_TILES, INT8_VNNI
 
@@ -58,12 +52,14 @@ class FormerPace(StepPace):
 
     def short_prompt_lane(self, tokens: int) -> PrefillLane:
         decoding = self.demand.decoding
+        assert self.model is not None
         alone = self.model.step_seconds(decoding)
         least = (_LONG_PROMPT_SLOWDOWN - 1) * alone if decoding.decode_tokens else 0.0
         return PrefillLane(self.model, tokens, max(_SHORT_PROMPT_STEP_SECONDS - alone, least))
 
     def long_prompt_lane(self, work: StepWork, tokens: int) -> PrefillLane:
         others = self.demand.decoding if self.demand.decoding.decode_tokens else work
+        assert self.model is not None
         alone = self.model.step_seconds(others)
         idle = not (others.decode_tokens or others.prefill_tokens)
         seconds = IDLE_STEP_SECONDS - alone if idle else (_LONG_PROMPT_SLOWDOWN - 1) * alone
@@ -72,10 +68,10 @@ class FormerPace(StepPace):
 
 class FormerBudget(PrefillBudget):
     def is_long_prompt(self, tokens: int, context: int, calm: bool = False) -> bool:
-        return self.bounded and self.time_model.prompt_seconds(tokens, context) > _LONG_PROMPT_SECONDS
+        return self.bound is not None and self.bound.prompt_seconds(tokens, context) > _LONG_PROMPT_SECONDS
 
     def pace(self, demand: StepDemand) -> StepPace:
-        return FormerPace(self.time_model, demand) if self.bounded else super().pace(demand)
+        return super().pace(demand) if self.bound is None else FormerPace(self.bound, demand)
 
 
 POLICIES: dict[str, MakeBudget] = {"before": FormerBudget, "now": PrefillBudget}

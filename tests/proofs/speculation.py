@@ -38,8 +38,7 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.draft_costs import DraftCosts
 from charonia.scheduler.drafts.speculation import Drafter, DraftRequest, Speculation
-from charonia.scheduler.plan import IntArray, StepPlan, StepResult
-from charonia.scheduler.prefill_budget import StepWork
+from charonia.scheduler.plan import IntArray, StepPlan, StepResult, StepWork
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 

@@ -14,7 +14,8 @@ from charonia.extras.optimizer.simulated_request import SimulatedRequest, Simula
 from charonia.extras.optimizer.simulation import Simulation, unlimited_engine
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.encoders.encoder_rows import EmbeddedSpan
-from charonia.scheduler.plan import StepPlan
+from charonia.scheduler.pace.step_times import StepTimeModel, TimedSteps
+from charonia.scheduler.plan import StepPlan, StepWork
 from charonia.scheduler.prefill_budget import (
     CALM_SLOWDOWN,
     IDLE_STEP_SECONDS,
@@ -25,8 +26,6 @@ from charonia.scheduler.prefill_budget import (
     PATIENT_SLOWDOWN,
     PrefillBudget,
     StepDemand,
-    StepTimeModel,
-    StepWork,
     WaitingPrompt,
 )
 from charonia.scheduler.sequence import SequenceSpec
@@ -116,33 +115,36 @@ def test_now_and_then_a_step_only_decodes_to_tell_the_costs_apart() -> None:
 
 def test_what_steps_took_is_known_when_it_is_asked_for() -> None:
     """However many steps were observed since, and each once, in turn."""
-    together, one_by_one, random = PrefillBudget(SchedulerConfig()), StepTimeModel(), Random(0)
+    together, one_by_one, random = TimedSteps(), StepTimeModel(StepWork(1), 0.01), Random(0)
+    together.observe(StepWork(1), 0.01)
     for step in range(100):
         work, seconds = StepWork(1 + step % 7, 100 * step, step % 3, step), 0.01 * random.uniform(0.5, 2)
-        together.observe_step(work, seconds)
+        together.observe(work, seconds)
         one_by_one.observe(work, seconds)
         if step % 37 == 0:
-            assert together.time_model.step_seconds(work) == one_by_one.step_seconds(work)
-    assert together.time_model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))
+            assert together.model is not None
+            assert together.model.step_seconds(work) == one_by_one.step_seconds(work)
+    assert together.model is not None
+    assert together.model.step_seconds(StepWork(5, 500)) == one_by_one.step_seconds(StepWork(5, 500))
 
 
 def test_between_steps_there_is_time_for_what_waits_for_processors() -> None:
     budget = PrefillBudget(PACED)
     decoding = StepWork(8, 800)
     assert budget.patient_seconds(decoding) == 0.0, "nothing is known yet"
-    budget.observe_step(decoding, 0.02)
-    alone = budget.time_model.step_seconds(decoding)
+    budget.times.observe(decoding, 0.02)
+    alone = budget.times.model.step_seconds(decoding)
     assert budget.patient_seconds(decoding) == pytest.approx((PATIENT_SLOWDOWN - 1) * alone)
     assert budget.patient_seconds(decoding, itl_target=1.3 * alone) == pytest.approx(0.3 * alone)
     for work in (decoding._replace(prefill_tokens=512), StepWork(0, 0, 64, 2048)):
-        assert budget.patient_seconds(work) == pytest.approx(PATIENT_PART * budget.time_model.step_seconds(work))
+        assert budget.patient_seconds(work) == pytest.approx(PATIENT_PART * budget.times.model.step_seconds(work))
     assert budget.patient_seconds(StepWork(0, 0, 1 << 20)) == LONGEST_STEP_SECONDS
 
 
 def test_prompts_that_may_be_late_leave_steps_shorter_than_others_do() -> None:
     budget = PrefillBudget(PACED)
-    budget.observe_step(StepWork(64, 6400), 0.02)
-    alone = budget.time_model.step_seconds(StepWork(64, 6400))
+    budget.times.observe(StepWork(64, 6400), 0.02)
+    alone = budget.times.model.step_seconds(StepWork(64, 6400))
     for calm, slowdown in ((True, PATIENT_SLOWDOWN), (False, LEAST_SLOWDOWN)):
         demand = StepDemand(StepWork(64, 6400), [WaitingPrompt(2000, 0, 1.0, calm=calm)])
         assert budget.pace(demand).long == pytest.approx((slowdown - 1) * alone)
@@ -256,7 +258,7 @@ def test_streams_that_nobody_waits_for_are_not_spared() -> None:
 
 def test_time_before_the_scheduler_was_told_counts_as_waiting() -> None:
     budget = PrefillBudget(PACED)
-    budget.observe_step(StepWork(4, 400), 0.02)
+    budget.times.observe(StepWork(4, 400), 0.02)
     fresh, old = WaitingPrompt(200, 0, 0.0), WaitingPrompt(200, 0, 60.0)
     work = StepWork(4, 400)
     assert budget.pace(StepDemand(work, [fresh, old])).long > budget.pace(StepDemand(work, [fresh, fresh])).long
@@ -271,11 +273,11 @@ def test_a_slow_machine_reads_its_weights_for_more_than_a_few_tokens() -> None:
 
 def test_more_streams_for_each_prompt_that_waits_make_it_give_way() -> None:
     budget = PrefillBudget(PACED)
-    budget.observe_step(StepWork(4, 400), 0.02)
+    budget.times.observe(StepWork(4, 400), 0.02)
     prompt = WaitingPrompt(2000, 0, 0.0)
     few, many, crowd = (
         budget.pace(StepDemand(StepWork(streams, 100 * streams), [prompt])).long
-        / budget.time_model.step_seconds(StepWork(streams, 100 * streams))
+        / budget.times.model.step_seconds(StepWork(streams, 100 * streams))
         for streams in (4, 12, 64)
     )
     assert few == pytest.approx(CALM_SLOWDOWN - 1)

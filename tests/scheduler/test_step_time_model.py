@@ -1,13 +1,14 @@
 """What steps cost, learnt: from exact times, noisy ones and wrong ones."""
 
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.scheduler.config import SchedulerConfig
-from charonia.scheduler.prefill_budget import PrefillBudget, StepTimeModel, StepWork
+from charonia.scheduler.pace.step_times import StepTimeModel, TimedSteps
+from charonia.scheduler.plan import StepWork
 
 DECODING, BESIDE, PROMPT = StepWork(8, 4000), StepWork(8, 4000, 32, 16_000), StepWork(0, 0, 256, 32_768)
 
@@ -23,19 +24,22 @@ def true_seconds(work: StepWork) -> float:
 
 
 def taught(rounds: int, noise: float = 0.0, seed: int = 0) -> StepTimeModel:
-    cost, random = StepTimeModel(), Random(seed)
+    times, random = TimedSteps(), Random(seed)
     for _ in range(rounds):
         for work in (DECODING, BESIDE, PROMPT):
-            cost.observe(work, true_seconds(work) * random.uniform(1 - noise, 1 + noise))
-    return cost
+            times.observe(work, true_seconds(work) * random.uniform(1 - noise, 1 + noise))
+    assert times.model is not None
+    return times.model
 
 
 def test_nothing_is_known_before_a_step_was_timed() -> None:
-    cost = StepTimeModel()
-    assert not cost.calibrated
-    cost.observe(DECODING, 0.5)
-    assert cost.calibrated
-    assert cost.step_seconds(DECODING) == pytest.approx(0.5), "the first step sets the scale"
+    times = TimedSteps()
+    assert (times.model, times.prompt_seconds(1, 0)) == (None, inf)
+    times.observe(DECODING, 0.5)
+    assert times.model is not None
+    assert times.model.step_seconds(DECODING) == pytest.approx(0.5), "the first step sets the scale"
+    times.reset()
+    assert times.model is None
 
 
 @pytest.mark.parametrize("work", [DECODING, BESIDE, PROMPT])
@@ -50,20 +54,22 @@ def test_noise_leaves_a_tenth(work: StepWork) -> None:
 
 def test_the_few_steps_of_a_gpus_start_are_enough() -> None:
     """Whose decode step costs as much as some hundreds of a prompt's tokens."""
-    budget, prompts = PrefillBudget(SchedulerConfig()), (512, 2048, 8192)
+    times, prompts = TimedSteps(), (512, 2048, 8192)
 
     def seconds(work: StepWork) -> float:
         return 4.8e-3 + 27e-6 * work.prefill_tokens + 1e-9 * work.prefill_context
 
     for tokens in prompts:
         for work in (StepWork(0, 0, tokens, tokens**2 // 2), StepWork(1, tokens + 1), StepWork(1, tokens + 2)):
-            budget.observe_step(work, seconds(work))
-    before = budget.time_model.step_seconds(StepWork(1, 600))
-    budget.repeat_observations()
+            times.observe(work, seconds(work))
+    model = times.model
+    assert model is not None
+    before = model.step_seconds(StepWork(1, 600))
+    times.repeat_observations()
     true = seconds(StepWork(0, 0, 1024, 1024**2 // 2)) - seconds(StepWork())
-    assert budget.time_model.prompt_seconds(1024, 0) == pytest.approx(true, rel=0.15)
+    assert times.prompt_seconds(1024, 0) == pytest.approx(true, rel=0.15)
     assert before != pytest.approx(4.8e-3, rel=0.2), "as nothing was to be learnt"
-    assert budget.time_model.step_seconds(StepWork(1, 600)) == pytest.approx(4.8e-3, rel=0.05)
+    assert model.step_seconds(StepWork(1, 600)) == pytest.approx(4.8e-3, rel=0.05)
 
 
 def test_a_hiccup_is_no_news() -> None:
@@ -94,7 +100,7 @@ def test_so_many_tokens_of_a_prompt_and_not_one_more(seconds: float, context: in
 
 @given(st.lists(st.tuples(st.sampled_from([DECODING, BESIDE, PROMPT, StepWork(1)]), st.floats(1e-7, 1e4)), max_size=60))
 def test_whatever_is_told_costs_stay_positive_and_finite(told: list[tuple[StepWork, float]]) -> None:
-    cost = StepTimeModel()
+    cost = StepTimeModel(DECODING, 0.01)
     for work, seconds in told:
         cost.observe(work, seconds)
     assert (

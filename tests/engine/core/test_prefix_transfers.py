@@ -507,7 +507,7 @@ def test_who_waits_for_a_fetch_longer_than_computing_takes_computes(caplog: pyte
         with closing(Proxy(prefiller.address, 400, "stall")) as proxy:
             decoder.add(1, remote=RemotePrefix(*proxy.address, "handle"))
             until(lambda: proxy.passed == 400)
-            decoder.ask(lambda: setattr(decoder.scheduler, "prompt_seconds", lambda tokens, context: 0.0))
+            decoder.ask(lambda: setattr(decoder.scheduler.step_times, "prompt_seconds", lambda tokens, context: 0.0))
             assert decode(decoder, prefiller.address, 2, "another") == RIGHT
             assert "late; " in caplog.text
             decoder.core.inbox.accept(AbortRequests([1]))

@@ -252,7 +252,7 @@ def test_a_gpus_steps_are_timed_when_their_graphs_are_there(monkeypatch: pytest.
     config = EngineConfig(model="", executor="fake")
     core, _ = start_core(config, OnGpu(), LoadProgress(Mock(spec=CoreSockets)))
     assert sum(steps) > 2 * min(config.scheduler.max_num_batched_tokens, CAPACITY.max_model_len // 2)
-    assert core.scheduler._prefill.bounded
+    assert core.scheduler.step_times.model is not None
     assert core.scheduler.totals.prefix_queries == 0
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from charonia.core.errors import InvalidArgument
 from charonia.extras.optimizer.simulated_machine import SimulatedMachine, StepLoad, StepSpread
 from charonia.extras.optimizer.step_fit import LEAST_STEPS, StepSample, fit_machine, solve_least_squares
-from charonia.scheduler.prefill_budget import StepWork
+from charonia.scheduler.plan import StepWork
 
 KNOWN = SimulatedMachine(
     weights=0.0,
