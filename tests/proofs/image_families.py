@@ -1,9 +1,9 @@
 """What becomes of every family of transformers' models of images and texts, by its usual configuration: `python -m
-tests.proofs.image_families`. Those of a language part with rows at its images' places are served, described or not; for
-others the reason is told, which is that of the load or of the log."""
+tests.proofs.image_families` writes the table of docs/architectures.md anew. Those of a language part with rows at its
+images' places are served, described or not; for others the reason is told, which is that of the load or of the log."""
 
 import tempfile
-from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +12,19 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
 from charonia.core.errors import CharoniaError, InvalidArgument
-from charonia.core.media_models import SEEING_FAMILIES
+from charonia.core.media_models import HEARING_FAMILIES, SEEING_FAMILIES
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
-from charonia.engine.checkpoint.media_support import media_kinds
+from charonia.engine.checkpoint.media_support import refused_media
 from charonia.engine.models.registry import NativeBuilder, checkpoint_builder
 from charonia.media.processor import OWN_PROCESSORS, _processor_class
 
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+BEGIN, END = "<!-- made by tests.proofs.image_families -->", "<!-- the end of what it makes -->"
 NATIVE, FOREIGN, TEXTS, REFUSED = "native", "transformers", "texts alone", "refused"
+_LONGEST_REASON = 120
 FITTING: dict[str, dict[str, dict[str, Any]]] = {
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
+    "glmga": {"text_config": {"partial_rotary_factor": 0.5}},
 }
 """Fields of usual configurations that contradict others of them."""
 
@@ -33,6 +37,12 @@ class Verdict(NamedTuple):
     """Of the language part, where images are served; else `TEXTS` or `REFUSED`."""
     reason: str = ""
     """Why images are not served."""
+
+    def __str__(self) -> str:
+        """Its line of the table."""
+        images = "yes" if self.path in (NATIVE, FOREIGN) else "no"
+        sound = "yes" if self.family in HEARING_FAMILIES else "no"
+        return f"| `{self.family}` | {images} | {sound} | {self.path} | {self.reason.replace('|', '')} |"
 
 
 def write_config(directory: Path, family: str) -> str:
@@ -61,12 +71,18 @@ def verdict(family: str) -> Verdict:
         try:
             builder = checkpoint_builder(open_checkpoint(directory))
         except CharoniaError as error:
-            return Verdict(family, REFUSED, error.message.rpartition("is not supported: ")[2].partition("\n")[0])
-        if "image" not in media_kinds(directory):
-            return Verdict(family, TEXTS, "no description of its tower")
+            return Verdict(family, REFUSED, _shown(error.message.rpartition("is not supported: ")[2]))
+        if reason := refused_media(directory, {"image": 1}).get("image", ""):
+            return Verdict(family, TEXTS, _shown(reason))
         if reason := _processor_reason(directory, family):
             return Verdict(family, TEXTS, reason)
         return Verdict(family, NATIVE if isinstance(builder, NativeBuilder) else FOREIGN)
+
+
+def _shown(reason: str) -> str:
+    """As much of a reason as a table has room for."""
+    line = reason.partition("\n")[0]
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}..."
 
 
 def _processor_reason(directory: Path, family: str) -> str:
@@ -82,15 +98,17 @@ def _processor_reason(directory: Path, family: str) -> str:
     return ""
 
 
-def verdicts() -> Iterator[Verdict]:
-    transformers.logging.set_verbosity_error()
-    for family in sorted(CLASSES):
-        yield verdict(family)
-
-
 def main() -> None:
-    for found in verdicts():
-        print(f"{found.family:24} {found.path:14} {found.reason}")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for family in sorted(CLASSES):
+        rows.append(verdict(family))
+        print(rows[-1], flush=True)
+    served = sum(row.path in (NATIVE, FOREIGN) for row in rows)
+    head = f"transformers {version('transformers')}: images of {served} of {len(rows)} families are served."
+    table = ["| family | images | sound | path | why not |", "|---|---|---|---|---|", *map(str, rows)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text("\n".join((before + BEGIN, "", head, "", *table, "", END + rest.partition(END)[2])))
 
 
 if __name__ == "__main__":
