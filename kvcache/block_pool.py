@@ -2,22 +2,9 @@
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from .events.cache_events import CacheEvents
-
-_MAKES_ROOM_FIRST = -1
-"""The number of no list: a block that nobody is going to want makes room before all others."""
-
-
-@dataclass(slots=True)
-class RetainedList:
-    """Blocks without a holder that make room after all others, in their own order of eviction."""
-
-    sentinel: int
-    length: int = 0
-    rank: tuple[int, int] = (0, 0)
-    """Of several lists the lowest makes room first."""
+from .retention.retained_lists import RetainedLists
 
 
 class BlockPool:
@@ -35,26 +22,19 @@ class BlockPool:
     worthless               0        yes, head   no
     ======================  =======  ==========  =====================
 
-    Beside it there are up to `lists` others: a cached block may be `assign`ed to one, which takes it when nobody holds
-    it, up to `most_retained` in all. They make room when the list has no block.
     """
 
     def __init__(self, size: int, events: CacheEvents | None = None, lists: int = 0, most_retained: int = 0) -> None:
+        """Beside the list there may be `lists` others, whose blocks, `most_retained` in all, make room after it."""
         self.size = size
-        self.most_retained = most_retained
-        self.retained = 0
-        """Blocks without a holder in the other lists."""
-        self.lists: dict[int, RetainedList] = {}
-        self._last_list = 0
-        self._sentinels = [*range(size + lists, size, -1)]
-        self._list_of = array("q", [0]) * size
-        """The list that takes a block when nobody holds it; 0, and a list that has ended, stand for the usual one."""
         self._events = events
         self.free = size
         self.references = array("i", [0]) * size
         self._end = size  # the sentinel that closes the ring: its next is the head, its previous the tail
-        self._next = array("i", [*range(1, size + 1), 0, *range(size + 1, size + 1 + lists)])
-        self._previous = array("i", [size, *range(size), *range(size + 1, size + 1 + lists)])
+        self._next = array("i", [*range(1, size + 1), 0])
+        self._previous = array("i", [size, *range(size)])
+        self.retained = RetainedLists(self._next, self._previous, lists, most_retained) if lists else None
+        """None: nobody asks to retain blocks beyond their turn."""
         self._hashes: list[bytes | None] = [None] * size
         self._index: dict[bytes, int] = {}
         self.is_cached = self._index.__contains__
@@ -66,13 +46,13 @@ class BlockPool:
     def take(self) -> tuple[int, bytes | None]:
         """Hold the block at the head of the list; the hash of what it cached is forgotten, and returned. One must be
         free."""
+        if self.retained is not None and self._next[self._end] == self._end:
+            self.retained.make_room()
         block: int = self._next[self._end]
-        while block == self._end:
-            assert self.retained, "no block is free"
-            self.dissolve(min((kept.rank, number) for number, kept in self.lists.items() if kept.length)[1])
-            block = self._next[self._end]
+        assert block != self._end, "no block is free"
         self._unlink(block)
-        self._list_of[block] = 0
+        if self.retained is not None:
+            self.retained.forget(block)
         digest, self._hashes[block] = self._hashes[block], None
         if digest is not None:
             del self._index[digest]
@@ -104,17 +84,10 @@ class BlockPool:
         self.references[block] -= 1
         if self.references[block]:
             return
-        after = self._end
-        number = self._list_of[block]
-        if self._hashes[block] is None or number == _MAKES_ROOM_FIRST:
-            after = self._next[self._end]
-            self._list_of[block] = 0
-        elif number and (kept := self.lists.get(number)) is not None and self.retained < self.most_retained:
-            after = kept.sentinel
-            kept.length += 1
-            self.retained += 1
-        elif number:
-            self._list_of[block] = 0
+        is_cached = self._hashes[block] is not None
+        after: int = self._end if is_cached else self._next[self._end]
+        if self.retained is not None:
+            after = self.retained.place_for(block, is_cached)
         before = self._previous[after]
         self._next[before] = self._previous[after] = block
         self._previous[block], self._next[block] = before, after
@@ -124,44 +97,8 @@ class BlockPool:
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
         self.free -= 1
-        if (number := self._list_of[block]) and (kept := self.lists.get(number)) is not None:
-            kept.length -= 1
-            self.retained -= 1
-
-    def open_list(self) -> int | None:
-        """The number of a new list, which no other ever has; None where there are too many."""
-        if not self._sentinels:
-            return None
-        self._last_list += 1
-        self.lists[self._last_list] = RetainedList(self._sentinels.pop())
-        return self._last_list
-
-    def assign(self, blocks: Iterable[int], number: int, common: int) -> None:
-        """Let the list of this number take these blocks, which are held, when nobody holds them any more; or the list
-        `common`, where another one would take them."""
-        list_of, lists = self._list_of, self.lists
-        for block in blocks:
-            list_of[block] = number if list_of[block] == number or list_of[block] not in lists else common
-
-    def expect_no_use(self, blocks: Iterable[int]) -> None:
-        """Let these blocks, which are held, be the next to make room when nobody holds them."""
-        for block in blocks:
-            if self._list_of[block] not in self.lists:
-                self._list_of[block] = _MAKES_ROOM_FIRST
-
-    def dissolve(self, number: int, first: bool = False) -> None:
-        """Let the blocks of a list be as all others, as if they had just been used, or be the `first` to make room; in
-        a time that does not depend on their number."""
-        kept = self.lists.pop(number)
-        head, tail = self._next[kept.sentinel], self._previous[kept.sentinel]
-        if head != kept.sentinel:
-            before = self._end if first else self._previous[self._end]
-            after = self._next[before]
-            self._next[before], self._previous[head] = head, before
-            self._next[tail], self._previous[after] = after, tail
-            self._next[kept.sentinel] = self._previous[kept.sentinel] = kept.sentinel
-            self.retained -= kept.length
-        self._sentinels.append(kept.sentinel)
+        if self.retained is not None:
+            self.retained.left(block)
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Recompute everything from `held`: every block of every table, repeated where shared."""
@@ -170,12 +107,8 @@ class BlockPool:
             references[block] += 1
         assert references == self.references.tolist(), "a reference count is not the number of holders"
         listed = self._listed(self._end)
-        for number, kept in self.lists.items():
-            retained = self._listed(kept.sentinel)
-            assert len(retained) == kept.length, "a list is miscounted"
-            assert all(self._list_of[block] == number for block in retained), "a block is in another's list"
-            listed += retained
-        assert sum(kept.length for kept in self.lists.values()) == self.retained <= self.most_retained
+        if self.retained is not None:
+            listed += self.retained.check_integrity(self._listed)
         assert sorted(listed) == [block for block in range(self.size) if references[block] == 0]
         assert self.free == len(listed)
         hashed = {digest: block for block, digest in enumerate(self._hashes) if digest is not None}

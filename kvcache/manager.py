@@ -73,9 +73,10 @@ class KVCacheManager:
         if host_blocks or host_snapshots or landing or landing_states:
             host, landed = HostTier(host_blocks, events), LandedImages(landing)
             self.tiers = BlockTiers(self._pool, host, landed, self.states, self._take)
-        self.retention = (
-            SessionRetention(self._pool, self.states, block_size, groups.total) if retention.blocks else None
-        )
+        self.retention = None
+        """None: scopes retain nothing."""
+        if self._pool.retained is not None:
+            self.retention = SessionRetention(self._pool.retained, self.states, block_size, groups.total)
         self.begins_anywhere = groups.total == groups.full == 1 and self.states is None
         """Whether a sequence can go on after any block that is cached with all before it."""
         self.draft_states = DraftStates(snapshots, draft_states or 0) if snapshots or draft_states is not None else None

@@ -113,7 +113,7 @@ BUDGETS = {
     "core": 2_446,
     "processes": 1_225,
     "telemetry": 3_025,
-    "kvcache": 1_576,
+    "kvcache": 1_601,
     "tokenization": 4_088,
     "media": 1_614,
     "scheduler": 2_460,

@@ -1,6 +1,6 @@
 """Scopes: what sessions asked to keep of the cache, within a budget.
 
-One record each, over a list of blocks in the pool and snapshots of states. The least recently used blocks make room,
+One record each, over a list of blocks and snapshots of states. The least recently used blocks make room,
 of those that no scope retains; where there is no other, a scope's do too: nothing pins a block.
 """
 
@@ -13,12 +13,12 @@ from time import monotonic
 from typing import NamedTuple, TypeAlias
 
 from ...core.retention import USUAL_PRIORITY, Retention
-from ..block_pool import BlockPool, RetainedList
 from ..block_table import NO_BLOCK, BlockTable
 from ..states.state_pool import StatePool
+from .retained_lists import RetainedList, RetainedLists
 
 MOST_SCOPES = 1024
-"""Records at a time, each with a list in the pool."""
+"""Records at a time, each with a list."""
 
 LONGEST_SECONDS = 3600.0
 """That a scope is kept after its last sequence."""
@@ -56,7 +56,7 @@ class RetainedScope:
     def __init__(self, key: ScopeKey, number: int) -> None:
         self.key = key
         self.number = number
-        """Of its list in the pool."""
+        """Of its list of blocks."""
         self.priority = USUAL_PRIORITY
         self.used = 0
         """Counts uses of all scopes: the lowest was used longest ago."""
@@ -72,13 +72,13 @@ class SessionRetention:
 
     def __init__(
         self,
-        pool: BlockPool,
+        lists: RetainedLists,
         states: StatePool | None,
         block_size: int,
         width: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._pool = pool
+        self._lists = lists
         self._states = states
         self._block_size = block_size
         self._width = width
@@ -98,7 +98,7 @@ class SessionRetention:
     @property
     def blocks(self) -> int:
         """Blocks that are retained, and that nobody holds."""
-        return self._pool.retained
+        return self._lists.length
 
     def keep(self, table: BlockTable, hashes: Sequence[bytes], prompt: int, tenant: str, retention: Retention) -> None:
         """A sequence is about to close its table, whose full blocks have these hashes: let its scope have what it asked
@@ -111,7 +111,7 @@ class SessionRetention:
             if wish is None or wish.priority == USUAL_PRIORITY:
                 continue
             if wish.priority < USUAL_PRIORITY:  # others may want what it shared with them
-                self._pool.expect_no_use(self._blocks(table, max(first, table.cached // self._block_size), end))
+                self._lists.expect_no_use(self._blocks(table, max(first, table.cached // self._block_size), end))
                 continue
             spans.append((first, end))
             priority = max(priority, wish.priority)
@@ -152,7 +152,7 @@ class SessionRetention:
         self._use(common, _COMMON_PRIORITY, max(common.expires, expires))
         room = self._make_room(scope, len(wanted))
         self.refused_blocks += len(wanted) - room
-        self._pool.assign(wanted[:room], scope.number, common.number)
+        self._lists.assign(wanted[:room], scope.number, common.number)
         if self._states is not None:
             end = spans[-1][1]
             before = scope.states
@@ -162,12 +162,12 @@ class SessionRetention:
                 self._states.let_go(digest, wanted=True)
 
     def _record(self, key: ScopeKey) -> RetainedScope | None:
-        """The record of a scope, with a list in the pool; None: all are taken by tenants with no more than this one."""
+        """The record of a scope, with a list; None: all are taken by tenants with no more than this one."""
         scope = self._scopes.get(key)
-        if scope is not None and scope.number in self._pool.lists:
+        if scope is not None and scope.number in self._lists.lists:
             return scope
         full = scope is None and len(self._scopes) >= MOST_SCOPES
-        number = None if full else self._pool.open_list()
+        number = None if full else self._lists.open_list()
         while number is None:
             records = Counter(tenant for tenant, _ in self._scopes)
             [(greedy, most)] = records.most_common(1)
@@ -179,7 +179,7 @@ class SessionRetention:
                 return None
             self._end(oldest)
             self.displaced += 1
-            number = self._pool.open_list()
+            number = self._lists.open_list()
         if scope is None or key not in self._scopes:
             scope = self._scopes[key] = RetainedScope(key, number)
         scope.number = number
@@ -187,7 +187,7 @@ class SessionRetention:
 
     def _use(self, scope: RetainedScope, priority: int, expires: float) -> None:
         scope.priority, scope.used, scope.expires = priority, self._uses, expires
-        self._pool.lists[scope.number].rank = priority, self._uses
+        self._lists.lists[scope.number].rank = priority, self._uses
         if expires < scope.due:
             scope.due = expires
             heappush(self._due, (expires, scope.key))
@@ -196,14 +196,14 @@ class SessionRetention:
 
     def _make_room(self, scope: RetainedScope, wanted: int) -> int:
         """How many of `wanted` blocks the scope may retain; others that stand back for it end."""
-        pool = self._pool
-        if pool.most_retained - pool.retained < wanted:  # what it has beside this sequence it wants less
-            pool.dissolve(scope.number)
-            number = pool.open_list()
+        lists = self._lists
+        if lists.most - lists.length < wanted:  # what it has beside this sequence it wants less
+            lists.dissolve(scope.number)
+            number = lists.open_list()
             assert number is not None
             scope.number = number
-            pool.lists[number].rank = scope.priority, scope.used
-        while (room := pool.most_retained - pool.retained) < wanted:
+            lists.lists[number].rank = scope.priority, scope.used
+        while (room := lists.most - lists.length) < wanted:
             other = self._next_to_stand_back(scope, room)
             if other is None:
                 return room
@@ -223,7 +223,7 @@ class SessionRetention:
         lower = [other for other in full if other.key[0] == mine and other.priority < scope.priority]
         if not lower:
             [(greedy, most)] = held.most_common(1)
-            share = self._pool.most_retained // len({mine, *(tenant for tenant, count in held.items() if count)})
+            share = self._lists.most // len({mine, *(tenant for tenant, count in held.items() if count)})
             if greedy == mine or most <= share or held[mine] + room >= share:
                 return None
             lower = [other for other in full if other.key[0] == greedy]
@@ -231,7 +231,7 @@ class SessionRetention:
 
     def _list_of(self, scope: RetainedScope) -> RetainedList:
         """Its list, which is another, empty one if the pool needed the blocks of it."""
-        return self._pool.lists.get(scope.number) or RetainedList(-1)
+        return self._lists.lists.get(scope.number) or RetainedList(-1)
 
     def release(self, tenant: str, name: str) -> bool:
         """End a scope, whose blocks are not wanted any more: they make room first. False: there is none."""
@@ -261,8 +261,8 @@ class SessionRetention:
         """Let the blocks and snapshots of a scope be as all others; unless they are still `wanted`, the next to make
         room."""
         del self._scopes[scope.key]
-        if scope.number in self._pool.lists:
-            self._pool.dissolve(scope.number, first=not wanted)
+        if scope.number in self._lists.lists:
+            self._lists.dissolve(scope.number, first=not wanted)
         for digest in scope.states:
             if self._states is not None:
                 self._states.let_go(digest, wanted)
@@ -270,7 +270,7 @@ class SessionRetention:
     def check_integrity(self) -> None:
         """Raises `AssertionError` where a list has no record, or a record is never looked at again."""
         numbers = [scope.number for scope in self._scopes.values()]
-        assert self._pool.lists.keys() <= {*numbers}, "a list has no scope"
+        assert self._lists.lists.keys() <= {*numbers}, "a list has no scope"
         assert len({*numbers}) == len(numbers), "two scopes share a list"
         assert {(scope.due, scope.key) for scope in self._scopes.values()} <= {*self._due}, "a scope never expires"
         if self._states is not None:
