@@ -27,7 +27,8 @@ from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, SequenceSpec
 from .step_packer import StepPacker
 from .step_results import process_result
-from .waiting_queue import Fairness, WaitingQueue
+from .tenants.fairness import Fairness
+from .waiting_queue import WaitingQueue
 
 PRIORITY_CLASSES = 1 << 16
 """Priorities are clipped to this many classes."""
@@ -55,7 +56,7 @@ class Scheduler:
         self.speculation = speculation
         self._cache = cache
         credit = _CREDIT_STEPS * config.max_num_batched_tokens
-        self._fairness = Fairness(config.ageing_steps, credit, config.rank_step_tokens)
+        self._fairness = Fairness(config.ageing_steps, credit)
         self._prefill = make_budget(config)
         self.step_times = self._prefill.times
         self._waiting = WaitingQueue(self._fairness, self._measure_prompt)
@@ -138,7 +139,7 @@ class Scheduler:
         check_spans(request.embedded, len(request.prompt), room)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
-        rank = seniority + len(request.prompt) // self._fairness.step_tokens
+        rank = seniority + len(request.prompt) // self.config.rank_step_tokens
         slot = self._fairness.slot_of(request.tenant, request.weight)
         ttft, itl = request.target_ttft, request.target_itl
         sequence = Sequence(

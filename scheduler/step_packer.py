@@ -19,7 +19,8 @@ from .plan import NO_ROWS, StepPlan, StepWork
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, WaitingPrompt
 from .running_set import InFlightStep, RunningSet
 from .sequence import Sequence, most_uncut
-from .waiting_queue import Fairness, queue_order
+from .tenants.fairness import Fairness
+from .waiting_queue import queue_order
 
 MIN_PIPELINE_GROUP = 8
 """Decoding rows that share a step of a pipeline in any case: the cost of a step itself would be paid twice."""
@@ -160,11 +161,12 @@ class StepPacker:
         rows, full = self._rows, self._rows.full_rows()
         prefilling = [row for row in rows.prefilling if full is None or not full[row]]
         several = len({rows.sequences[row].tenant_slot for row in prefilling}) > 1  # else rank alone decides
+        step_tokens = self._config.rank_step_tokens
         prefills: list[_PendingPrefill] = []
         for row in prefilling:
             sequence, missing = rows.sequences[row], int(rows.known[row] - rows.scheduled[row])
             key = self._fairness.fair_share_key(sequence, self._step) if several else (0, 0.0)
-            rank = sequence.seniority + missing // self._fairness.step_tokens
+            rank = sequence.seniority + missing // step_tokens
             prefills.append(_PendingPrefill(*key, rank, sequence.arrival_number, row, missing, sequence))
         prefills.sort(reverse=True)
         lanes: tuple[list[_PendingPrefill], list[_PendingPrefill]] = [], []

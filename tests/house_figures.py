@@ -11,7 +11,8 @@ from pathlib import Path
 STEP_LOOP = ("engine/core/step_loop.py", "engine/core/inbox.py", "engine/core.py", "engine/arrivals.py")
 """The step loop and the inbox it reads from, as they are called now and as they were called before; beside them
 everything that lies flat in scheduler/ and kvcache/ belongs to what a reader of the step loop reads. What lies in a
-folder of theirs stands on them, or hangs on by one object that may not be there."""
+folder of theirs stands on them, or hangs on by one object: one that may not be there, or whose answers are all that a
+step needs of it, as which tenant was served least."""
 
 MOST_WORDS = 60
 """Of a docstring: a longer one is better told in parts, each where it belongs."""

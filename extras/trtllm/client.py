@@ -23,7 +23,8 @@ from ...engine.client.sequence_stats import SequenceStats
 from ...engine.client.token_stream import TokenStream
 from ...engine.core.messages import AddRequest, CoreLoading, CoreReady
 from ...scheduler.sequence import Sequence, SequenceSpec
-from ...scheduler.waiting_queue import OUTPUT_WEIGHT, Fairness, WaitingQueue
+from ...scheduler.tenants.fairness import OUTPUT_WEIGHT, Fairness
+from ...scheduler.waiting_queue import WaitingQueue
 from ...telemetry.llm_metrics import CacheBlocks, EngineState, LlmMetrics
 from .options import TrtllmOptions
 from .request import TrtllmRequest

@@ -12,7 +12,7 @@ from ..packed_step import PackedStep
 from ..plan import NO_ROWS, IntArray, StepResult, StepWork
 from ..running_set import InFlightStep, RunningSet
 from ..sequence import Sequence, most_uncut
-from ..waiting_queue import Fairness
+from ..tenants.fairness import Fairness
 from .proposals import Proposals
 from .speculation import Speculation, drafts_of
 

@@ -11,7 +11,8 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import Sequence, SequenceSpec
-from charonia.scheduler.waiting_queue import OUTPUT_WEIGHT, RANK_ONLY_INTERVAL, Fairness
+from charonia.scheduler.tenants.fairness import OUTPUT_WEIGHT, Fairness
+from charonia.scheduler.waiting_queue import RANK_ONLY_INTERVAL
 
 from ..fuzz.scheduler_trial import SchedulerTrial, SchedulerWorld
 
