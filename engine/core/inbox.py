@@ -3,10 +3,9 @@
 Knows nothing of steps or sockets, and of the running sequences only whether there are any.
 """
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -14,12 +13,10 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from ...core.errors import InvalidArgument, SentError
-from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...scheduler.sequence import SequenceSpec
-from ..grammars.backend import CompiledGrammar
 from ..transfer.prefix_client import RemotePrefix
-from .constraints import SequenceConstraint, ThinkingLimit
+from .constraints import SequenceConstraint
 from .grammar_pool import GrammarPool
 from .messages import (
     AbortRequests,
@@ -33,6 +30,7 @@ from .messages import (
     ToCore,
     UnloadAdapter,
 )
+from .request_constraints import RequestConstraints
 
 R = TypeVar("R")
 
@@ -100,56 +98,37 @@ class Inbox:
     ) -> None:
         self._cache = cache
         self._clock = clock
-        self._grammars = grammars
-        self._compiling: set[int] = set()  # keys of requests that wait for a grammar, until they are aborted
-        self._lock = threading.Lock()
+        self._constraints = RequestConstraints(grammars)
         self._queue: SimpleQueue[InboxItem] = SimpleQueue()
 
     def accept(self, message: ToCore) -> None:
         """Take a message, and hash a prompt in the caller's thread. The scheduler judges lengths."""
         if not isinstance(message, AddRequest):
             if isinstance(message, AbortRequests):
-                with self._lock:
-                    self._compiling.difference_update(message.keys)
+                self._constraints.forget(message.keys)
             self._queue.put(message)
             return
         arrived = self._clock()
         deadline = arrived + message.timeout if message.timeout > 0 else None
-        constrained = message.spec.max_tokens > 0 and (message.constraint is not None or _thinking(message) is not None)
         spec = msgspec.structs.replace(
             message.spec,
             hashes=self._cache.digest(message.spec.identities, message.spec.extras),
-            constrained=constrained,
+            constrained=message.is_constrained,
             handed_over=bool(message.handle),
         )
         new = NewRequest(spec, deadline, arrived, handle=message.handle, remote=message.remote)
-        if message.constraint is None or not constrained:
-            self._queue.put(new._replace(constraint=_constraint(message, None)) if constrained else new)
-        elif self._grammars is None:
-            parameter = message.constraint.parameter
-            error = InvalidArgument(f"{parameter}: this engine knows no grammars", field=parameter)
-            self._queue.put(RequestRejected(message.spec.key, SentError.of(error)))
+        if message.is_constrained:
+            self._constraints.make(message, partial(self._take_constrained, new))
         else:
-            with self._lock:
-                self._compiling.add(message.spec.key)
-            self._grammars.compile(message.constraint).add_done_callback(partial(self._on_compiled, message, new))
+            self._queue.put(new)
 
-    def _on_compiled(self, message: AddRequest, new: NewRequest, compiled: Future[CompiledGrammar]) -> None:
-        """Called by the thread that compiled, or at once. An aborted request is forgotten."""
-        with self._lock:
-            if message.spec.key not in self._compiling:
-                return
-            self._compiling.remove(message.spec.key)
-        try:
-            self._queue.put(new._replace(constraint=_constraint(message, compiled.result())))
-        except InvalidArgument as error:
-            self._queue.put(RequestRejected(message.spec.key, SentError.of(error)))
-        except CancelledError:
-            return  # the core is being stopped
-        except CONTROL_FLOW:
-            raise
-        except BaseException as error:
-            self._queue.put(error)
+    def _take_constrained(self, new: NewRequest, made: SequenceConstraint | BaseException) -> None:
+        if isinstance(made, SequenceConstraint):
+            self._queue.put(new._replace(constraint=made))
+        elif isinstance(made, InvalidArgument):
+            self._queue.put(RequestRejected(new.spec.key, SentError.of(made)))
+        else:
+            self._queue.put(made)
 
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""
@@ -180,14 +159,3 @@ class Inbox:
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         return items
-
-
-def _thinking(message: AddRequest) -> ThinkingLimit | None:
-    limited = message.thinking is not None and message.thinking_end
-    return ThinkingLimit(message.thinking or 0, message.thinking_end) if limited else None
-
-
-def _constraint(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceConstraint:
-    parameter = "" if message.constraint is None else message.constraint.parameter
-    make = None if grammar is None else grammar.matcher
-    return SequenceConstraint(make, _thinking(message), parameter, jumps=message.spec.sampling.logprobs is None)

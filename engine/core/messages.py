@@ -35,6 +35,15 @@ class AddRequest(msgspec.Struct, array_like=True, tag="add", frozen=True, eq=Fal
     """Where the prompt's cache is to be fetched."""
 
     @property
+    def limits_thinking(self) -> bool:
+        return self.thinking is not None and bool(self.thinking_end)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the core follows its tokens, and may force some."""
+        return self.spec.max_tokens > 0 and (self.constraint is not None or self.limits_thinking)
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt as it was sent: where an encoder reads them, the decoder's own are others."""
         encoded = self.spec.encoded
