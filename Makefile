@@ -63,9 +63,10 @@ proof: $(VENV)/dev.stamp  ## the long proofs, with progress
 	@$(BIN)/python -m pytest -q -m proof
 	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m tests.proofs.$$proof || exit 1; done
 
+# Nothing is installed, since such machines are lent for minutes and may have no network.
 gpu:  ## on a machine with a CUDA torch: the engine on the device, its tests and then figures, into gpu.md (ARGS=--resume goes on)
-	@$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(PYTHON) -m charonia.bench.gpu --tests tests/gpu --minutes 9 $(ARGS)
+	@mkdir -p build/gpu && ln -sfn ../.. build/gpu/charonia
+	@PYTHONPATH="$(CURDIR)/build/gpu:$$PYTHONPATH" $(PYTHON) -m charonia.bench.gpu --tests tests/gpu --minutes 9 $(ARGS)
 
 clean:  ## remove everything that make made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis engine/cpu/*.so

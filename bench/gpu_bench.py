@@ -17,6 +17,7 @@ from ..core.resolved_sampling import ResolvedSampling
 from ..engine.attention.backend import CacheSpec
 from ..engine.checkpoint.model_spec import LayerAttention
 from ..engine.gpu import runtime
+from ..engine.gpu.graphs import CudaRecorder
 from ..kvcache.manager import KVCacheManager
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import NewSequence, StepPlan
@@ -371,10 +372,11 @@ class GpuBench:
         if self.device.type != "cuda":
             return self.seconds(compute)
         compute()  # which compiles them
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def launch() -> None:
             compute()
-        return self.seconds(graph.replay)
+
+        return self.seconds(CudaRecorder(self.device)(launch))  # a failed capture leaves nothing to later rows
 
     def seconds(self, compute: Callable[[], object], times: int = 10) -> float:
         """Of one call, the mean of `times` behind each other, after two to warm up."""

@@ -17,6 +17,10 @@ from typing import NamedTuple
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 """The line of a test in pytest's summary."""
+_PASSED = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] (?:PASSED|SKIPPED) )?(\S+?::.+?)(?: (?:PASSED|SKIPPED)\b.*)?\s*$")
+"""The line of a test that passes or is skipped, in one process and side by side."""
+_NO_TESTS = 5
+"""How pytest ends where all that it finds is deselected."""
 _MOST_WORKERS = 12
 """Each has a context on the device, and most of its time goes to compiling kernels."""
 
@@ -80,6 +84,8 @@ class GpuReport:
         self._is_finished = False
         self.done: set[str] = set()
         """The rows whose figures are all there."""
+        self.tested: list[str] = []
+        """The tests that have passed or were skipped."""
         if resume:
             self._resume()
         else:
@@ -103,6 +109,10 @@ class GpuReport:
         """All figures of the row are there."""
         self._take_as_done(row)
         self._append({"done": row})
+
+    def pass_test(self, name: str) -> None:
+        self.tested.append(name)
+        self._append({"tested": name})
 
     def leave_out(self, what: str) -> None:
         """For want of time."""
@@ -131,7 +141,10 @@ class GpuReport:
                 if "began" in content:
                     self._figures.clear()
                     self.done.clear()
+                    self.tested.clear()
                     self.failures.clear()
+                elif "tested" in content:
+                    self.tested.append(content["tested"])
                 elif "done" in content:
                     self._take_as_done(content["done"])
                 elif "failed" in content:
@@ -165,25 +178,29 @@ class GpuReport:
         beside.replace(self._table)
 
 
-def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
-    """Run the tests in `folder`, side by side where pytest can, for so many seconds at most; each one that fails is a
-    failure of the report."""
+def run_tests(folder: Path, seconds: float, report: GpuReport) -> bool:
+    """Run the tests in `folder` that have not passed, side by side where pytest can, for so many seconds at most; each
+    one that fails is a failure of the report. False: some had no time."""
     root = folder.resolve().parents[1]  # where tests import from others; the folder's own pytest.ini would be it
-    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", f"--rootdir={root}", str(folder)]
+    command = [sys.executable, "-m", "pytest", "-v", "-rfEs", f"--rootdir={root}", str(folder.resolve())]
+    command += [f"--deselect={name}" for name in report.tested]
     if importlib.util.find_spec("xdist") is not None:
         command += ["--numprocesses", str(min(_MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
     what = f"tests of {folder}"
     began = perf_counter()
     said = list[str]()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as tests:
         timer = Timer(seconds, _end, (tests,))
         timer.start()
         try:
             for line in tests.stdout or ():
-                print(line, end="", flush=True)
                 said.append(line)
+                if ("PASSED" in line or "SKIPPED" in line) and (test := _PASSED.match(line)):
+                    report.pass_test(test[1])
+                else:
+                    print(line, end="", flush=True)
             tests.wait()
         finally:
             timer.cancel()
@@ -194,10 +211,12 @@ def run_tests(folder: Path, seconds: float, report: GpuReport) -> None:
         report.fail(name, "see above")
     if tests.returncode < 0:
         report.fail(what, f"not done after {seconds:.0f} s")
-    elif tests.returncode and not failed:
+    elif tests.returncode and not failed and tests.returncode != _NO_TESTS:
         report.fail(what, f"pytest ended with {tests.returncode}")
     summary = next((line.strip("= \n") for line in reversed(said) if " in " in line), "no summary")
-    report.add(Figure(what, perf_counter() - began, "s", more=summary.partition(" in ")[0]))
+    more = summary.partition(" in ")[0] if tests.returncode >= 0 else f"{len(report.tested)} passed or skipped"
+    report.add(Figure(what, perf_counter() - began, "s", more=more))
+    return tests.returncode >= 0
 
 
 def _end(tests: "subprocess.Popen[str]") -> None:

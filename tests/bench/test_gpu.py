@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from charonia.bench.gpu import measure
+from charonia.bench import gpu
+from charonia.bench.gpu import app, measure, replace_process
 from charonia.bench.gpu_bench import GpuBench
 from charonia.bench.gpu_engine import LLAMA_EIGHT_BILLION, GpuWork, without_graphs
-from charonia.bench.gpu_report import Figure, GpuReport
+from charonia.bench.gpu_report import Figure, GpuReport, Row
 from charonia.bench.gpu_served import StreamLoads
 from charonia.engine.cpu.recurrent import RecurrenceShape
 from charonia.engine.gpu import runtime
@@ -82,7 +84,7 @@ def report(tmp_path: Path) -> GpuReport:
 
 def test_every_row_is_measured_and_one_that_fails_takes_none_with_it(report: GpuReport, tmp_path: Path) -> None:
     bench = Cpu(WORK, tmp_path)
-    measure(bench.table(Cpu(WORK._replace(name="small"), tmp_path)), report, perf_counter() + 10_000)
+    measure(bench.table(Cpu(WORK._replace(name="small"), tmp_path)), report, perf_counter() + 10_000, pytest.fail)
     report.close(is_finished=True)
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "name" in line]
@@ -157,9 +159,62 @@ def test_steps_are_measured_by_what_can_be_switched(tmp_path: Path, monkeypatch:
 def test_rows_that_have_no_time_are_left_out(report: GpuReport, tmp_path: Path) -> None:
     bench = Cpu(WORK, tmp_path)
     rows = [row for row in bench.table() if row.name in ("copy bandwidth", "experts")]
-    measure(rows, report, perf_counter() + rows[0].seconds + 5)
+    measure(rows, report, perf_counter() + rows[0].seconds + 5, pytest.fail)
     report.close(is_finished=True)
     assert report.last_line == "nothing failed; left out for want of time: experts"
+
+
+def test_a_row_that_never_ends_or_breaks_the_device_is_gone_on_without(
+    report: GpuReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process, so the row has lost what it had measured there."""
+    ended = Event()
+    gone_on = list[str]()
+
+    def begin_again(row: str) -> None:
+        gone_on.append(row)
+        ended.set()
+
+    def hang() -> Iterator[Figure]:
+        yield Figure("its first", 1, "ms")
+        assert ended.wait(30)
+        raise RuntimeError("too late")
+
+    def break_device() -> Iterator[Figure]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)
+        raise RuntimeError("an illegal memory access was encountered")
+        yield
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu, "_GRACE", 0.05)
+    measure([Row("hangs", 0, hang), Row("breaks", 20, break_device)], report, perf_counter() + 60, begin_again)
+    assert gone_on == ["hangs", "breaks"]
+    assert report.failures == gone_on
+    assert not report.done
+
+
+def test_the_process_that_goes_on_is_told_what_this_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, commands = list[tuple[int, int]](), list[list[str]]()
+    monkeypatch.setattr(gpu.os, "closerange", lambda *files: closed.append(files))
+    monkeypatch.setattr(gpu.os, "execv", lambda program, command: commands.append(command))
+    replace_process(3.456, Path("tests/gpu"), Path("there"), ("steps", "8B"), ("latents", "8B served"))
+    replace_process(-1, None, Path(), (), ("latents",))
+    assert closed == [(3, 4096)] * 2
+    told = [app.parse_args(command[3:])[1].arguments for command in commands]
+    assert told == [
+        {
+            "tests": Path("tests/gpu"),
+            "out": Path("there"),
+            "minutes": 3.46,
+            "only": ("steps", "8B"),
+            "resume": True,
+            "without": ("latents", "8B served"),
+        },
+        {"out": Path(), "minutes": 0.0, "resume": True, "without": ("latents",)},
+    ]
 
 
 def test_graphs_are_back_behind_steps_that_fail(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_run_that_resumes_another_goes_on_where_it_was_stopped(tmp_path: Path)
     rows = [Row(name, 1, iter) for name in ("peak", "one", "two", "three")]
     rows[1:] = [row._replace(needs=("peak",)) for row in rows[1:]]
     assert [row.name for row in remaining(rows, {*resumed.done, "peak"})] == ["peak", "two", "three"]
+    assert [row.name for row in remaining(rows, {"one"}, {"two", "peak"})] == ["peak", "three", "two"]
     assert remaining(rows, {row.name for row in rows}) == []
     resumed.add(Figure("second", 3, "ms"))
     resumed.finish("two")
@@ -91,8 +92,9 @@ def test_tests_that_fail_are_named(
     (tmp_path / "test_it.py").write_text(TESTS)
     told: list[str] = []
     report = report_in(tmp_path, told)
-    run_tests(tmp_path, 60.0, report)
+    assert run_tests(tmp_path, 60.0, report)
     [failed] = report.failures
+    assert [name.rpartition("::")[2] for name in report.tested] == ["test_right", "test_skipped"]
     assert failed.endswith("test_it.py::test_wrong")
     assert "; 1 failed, 1 passed, 1 skipped" in told[-1]
     assert "no device" in capfd.readouterr().out
@@ -101,5 +103,44 @@ def test_tests_that_fail_are_named(
 def test_tests_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     report = report_in(tmp_path, [])
-    run_tests(tmp_path, 0.0, report)
+    assert not run_tests(tmp_path, 0.0, report)
     assert report.failures == [f"tests of {tmp_path}"]
+
+
+QUICK = """
+import pathlib
+import pytest
+@pytest.mark.parametrize("number", ["number 1", "number 2"])
+def test_it(number): pathlib.Path(__file__).with_name(number).touch()
+"""
+KILLING = """
+import os, pathlib, signal, time
+def test_long():
+    while not pathlib.Path(__file__).with_name("number 2").exists():
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_tests_that_had_no_time_are_run_when_a_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side_by_side: bool
+) -> None:
+    """And none that has passed. The first run ends as it does when its time is over."""
+    if side_by_side:
+        pytest.importorskip("xdist")
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:asyncio\n")
+    (tmp_path / "test_it.py").write_text(QUICK)
+    (tmp_path / "test_long.py").write_text(KILLING)
+    assert not run_tests(tmp_path, 60.0, report_in(tmp_path, []))
+    (tmp_path / "test_long.py").write_text("def test_long(): pass\n")
+    told = list[str]()
+    report = GpuReport("a card", tmp_path / "gpu.jsonl", tmp_path / "gpu.md", told.append, resume=True)
+    assert len(report.tested) == 2
+    for more in ("1 passed, 2 deselected", "3 deselected"):
+        assert run_tests(tmp_path, 60.0, report)
+        assert told[-1].endswith(f"; {more}") or side_by_side
+        assert len(report.tested) == 3
