@@ -50,7 +50,7 @@ def print_responses(directory: Path, request: ModelRequest, options: ConfigOptio
     if not directory.is_dir():
         raise InvalidArgument(f"there is no directory '{directory}'")
     directory = directory.resolve()
-    backends = parse_backend_config(options.backend_config)
+    backends = parse_backend_config(options.backend_config, options.backend_directory)
     complete = not options.disable_auto_complete_config
     builder = ModelBuilder(backends, complete, backend_directory=options.backend_directory)
     catalog = RepositoryCatalog([directory.parent], config_name=options.model_config_name)

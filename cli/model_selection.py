@@ -235,14 +235,14 @@ def select_models(
         f"execution_timeout_secs={options.execution_timeout_secs:g}",
         f"restart_pause_secs={options.restart_pause:g}",
     )
-    backends = parse_backend_config((*of_all, *options.configs.backend_config))
+    written_in_python = options.configs.backend_directory
+    backends = parse_backend_config((*of_all, *options.configs.backend_config), written_in_python)
     cache = parse_cache_config(options.cache_config)
     promised = (lambda: 0) if cache is None else (lambda: cache.outstanding)
     spare = options.on_demand.spare_cores * SPARE_CORE_BYTES
     limit = None if options.memory_limit is None else max(0, options.memory_limit - spare)
     budget = MemoryBudget.of_machine(limit, options.gpu_memory_limit, promised)
     complete = not options.configs.disable_auto_complete_config
-    written_in_python = options.configs.backend_directory
     limiter = _rate_limiter(options)
     builder = ModelBuilder(backends, complete, budget, quantiles, cache, written_in_python, limiter)
     is_single = single is not None and not repositories

@@ -43,7 +43,7 @@ class CheckedModel(NamedTuple):
 def model_checker(options: ConfigOptions) -> Iterator[Callable[[ModelSource], CheckedModel]]:
     """The check of one model: raises `CharoniaError` for one that would not load. Raises `InvalidArgument` if an option
     is wrong."""
-    backends = parse_backend_config(options.backend_config)
+    backends = parse_backend_config(options.backend_config, options.backend_directory)
     memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))  # where it will be served there may be more than here
     complete, directory = not options.disable_auto_complete_config, options.backend_directory
     builder = ModelBuilder(backends, complete, memory, backend_directory=directory)

@@ -130,9 +130,14 @@ def _backends_in(directory: Path | None) -> list[str]:
     return [] if directory is None else [file.parent.name for file in directory.glob("*/model.py")]
 
 
+def known_backends(directory: Path | None) -> set[str]:
+    """The names of all backends. `directory`: of those written in Python."""
+    return {*OWN_BACKENDS, *installed_backends(), *_backends_in(directory)}
+
+
 def check_backend(name: str, backend: str, directory: Path | None) -> None:
     """Raises `InvalidArgument` for a backend that is not served. `directory`: of the backends written in Python."""
-    known = {*OWN_BACKENDS, *installed_backends(), *_backends_in(directory)}
+    known = known_backends(directory)
     if backend in known:
         return
     if backend in _WAYS_OUT:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.backends import OnProgress, TextBackend
-from ..core.errors import CharoniaError, InvalidArgument, Unsupported
+from ..core.errors import CharoniaError, InvalidArgument, Unsupported, did_you_mean
 from ..core.media_models import MediaRefusal, MediaServices
 from ..core.model import MeasuredModel, MemoryNeed, Model, ModelConfig, ModelSamples, RawConfig
 from ..core.regular_files import refuse_special_files
@@ -23,12 +23,14 @@ from ..telemetry.host_metrics import usable_gpus
 from ..telemetry.shared_state import ModelServices
 from .backend_registry import (
     PYTHON,
+    canonical_backend,
     check_backend,
     classic_model_builder,
     classic_runtime_loader,
     composite_model,
     is_composition,
     is_written_in_python,
+    known_backends,
     media_services,
     text_backend,
 )
@@ -51,9 +53,10 @@ log = logging.getLogger(__name__)
 _DEFAULT_BATCH_KEY = "default-max-batch-size"
 
 
-def parse_backend_config(flags: Sequence[str]) -> dict[str, dict[str, str]]:
+def parse_backend_config(flags: Sequence[str], directory: Path | None = None) -> dict[str, dict[str, str]]:
     """Parameters by backend name, from flags `<backend>,<key>=<value>`; those of `<key>=<value>`, under the empty name,
-    are for all backends. Raises `InvalidArgument` if a flag has another form."""
+    are for all backends. Warns of those of a backend that is none, of ours, of a package or of `directory`.
+    Raises `InvalidArgument` if a flag has another form."""
     settings: dict[str, dict[str, str]] = {}
     for flag in flags:
         setting, equals, value = flag.partition("=")
@@ -61,10 +64,15 @@ def parse_backend_config(flags: Sequence[str]) -> dict[str, dict[str, str]]:
         if not equals or not key:
             message = f"--backend-config must be <backend>,<key>=<value> or <key>=<value>, got '{flag}'"
             raise InvalidArgument(message)
-        settings.setdefault(backend, {})[key] = value
+        settings.setdefault(canonical_backend(backend), {})[key] = value
     size = settings.get("", {}).get(_DEFAULT_BATCH_KEY, "1")
     if not size.isdecimal():
         raise InvalidArgument(f"--backend-config: {_DEFAULT_BATCH_KEY} must be a whole number, got '{size}'")
+    known = known_backends(directory)
+    for backend in sorted(settings.keys() - known - {""}):
+        log.warning(
+            "--backend-config is for '%s', a backend that there is not%s", backend, did_you_mean(backend, known)
+        )
     return settings
 
 

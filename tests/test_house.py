@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_716,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_875,
+    "repository": 4_885,
     "api": 10_600,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,

@@ -75,7 +75,7 @@ def read_repository(repository: Path, options: ConfigOptions) -> dict[str, Graph
     Raises `InvalidArgument` if the directory is missing, or an option is wrong.
     """
     memory = MemoryBudget(DeviceMemory(lambda: sys.maxsize))
-    backends = parse_backend_config(options.backend_config)
+    backends = parse_backend_config(options.backend_config, options.backend_directory)
     complete, directory = not options.disable_auto_complete_config, options.backend_directory
     builder = ModelBuilder(backends, complete, memory, backend_directory=directory)
     catalog = RepositoryCatalog([repository], config_name=options.model_config_name)

@@ -19,6 +19,7 @@ from charonia.repository.backend_registry import (
     is_written_in_python,
     text_backend,
 )
+from charonia.repository.builder import parse_backend_config
 
 SPEAKER = TextBackend(lambda *_, **__: None, serves_checkpoints=True)  # type: ignore[arg-type, return-value]
 ROUND = CompositionBackend(lambda *_: None)  # type: ignore[arg-type, return-value]
@@ -71,3 +72,16 @@ def test_what_is_no_backend_says_so_when_a_model_of_it_loads(backend: str, says:
 def test_a_package_serves_models_in_the_place_of_their_code(tmp_path: Path) -> None:
     assert find_native_backend({"name": "spoken"}, tmp_path) == "speaker"
     assert find_native_backend({"name": "other"}, tmp_path) is None
+
+
+def test_parameters_of_a_backend_that_there_is_not_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.py").touch()
+    flags = ["k=v", "mine,k=v", "python,k=v", "tensorrtllm,a=1", "tensorrt-llm,b=2", "onnxruntim,k=v", "dali,k=v"]
+    settings = parse_backend_config(flags, tmp_path)
+    assert settings["tensorrtllm"] == {"a": "1", "b": "2"}
+    assert caplog.messages == [
+        "--backend-config is for 'dali', a backend that there is not",
+        "--backend-config is for 'onnxruntim', a backend that there is not; did you mean 'onnxruntime'?",
+    ]
