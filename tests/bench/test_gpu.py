@@ -1,5 +1,6 @@
 """The measurements for a GPU, of tiny models on the CPU: every row comes, and reaches the files at once."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from charonia.bench.gpu_served import StreamLoads
 from charonia.engine.cpu.recurrent import RecurrenceShape
 from charonia.engine.gpu import runtime
 from charonia.engine.gpu.few_rows import FewRowProducts
+from tests.cuda_stand_in import StandInCuda
 from tests.recording import compute_on_queue
 
 TINY = LLAMA_EIGHT_BILLION | {
@@ -162,6 +164,34 @@ def test_rows_that_have_no_time_are_left_out(report: GpuReport, tmp_path: Path) 
     measure(rows, report, perf_counter() + rows[0].seconds + 5, pytest.fail)
     report.close(is_finished=True)
     assert report.last_line == "nothing failed; left out for want of time: experts"
+
+
+def test_a_run_goes_from_tests_to_a_last_line_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The whole of `make gpu`, on a CPU: three models, what fails comes again when it resumes, and what is done does
+    not."""
+    StandInCuda(1).put_in_place(monkeypatch)
+    monkeypatch.setattr(gpu, "_device_works", lambda: True)
+    monkeypatch.setattr(gpu, "GpuBench", lambda work, device, out: Cpu(WORK._replace(name=work.name), out))
+    tests = tmp_path / "tests" / "gpu"
+    tests.mkdir(parents=True)
+    (tests / "pytest.ini").write_text("[pytest]\naddopts = -p no:asyncio -p no:xdist\n")
+    (tests / "test_it.py").write_text("def test_it(): pass\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no xdist
+    failed = ["8B served", "1B served", "transformers offline"]
+    for resume in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            gpu.main(tests=tests, out=tmp_path, minutes=60, resume=resume)
+        assert ended.value.code == 1
+        lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+        began = [line for line in lines if "began" in line or "failed" in line]
+        assert [line.get("failed") for line in began] == [None, *failed * (1 + resume)]
+        assert (tmp_path / "gpu.md").read_text().splitlines()[-1] == f"failed: {', '.join(failed)}"
+    assert "1 passed" in capfd.readouterr().out
+    names = [line.get("name") for line in lines]
+    assert names.count("8B, batch-invariant, prefill of 64") == 1
+    assert names.count("8B prefill of 64") == 2, "what a row that failed needs is measured again"
 
 
 def test_a_row_that_never_ends_or_breaks_the_device_is_gone_on_without(

@@ -172,6 +172,44 @@ def test_norm_after_a_sum(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_norms_of_heads_with_rotation_and_write(size: int, dtype: torch.dtype) -> None:
+    """Of each token to the same bits alone and among others."""
+    from charonia.engine.gpu.attention_plan import CacheShape, LayerCache
+    from charonia.engine.gpu.cache_write import write_cache
+    from charonia.engine.gpu.norm import TritonNorm
+
+    rows, heads, kv_heads = 7, 16, 4
+    normed, half = heads + kv_heads, size // 2
+    packed, weight = random(rows, normed + kv_heads, size, dtype=dtype), random(normed, size, dtype=dtype)
+    turns = random(rows, 1, half).double()
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (turns.cos(), turns.sin()))
+    sin[..., :half] *= -1
+    shape, norm = CacheShape(heads, kv_heads, size, BLOCK), (TritonNorm(weight, 1e-6), normed)
+
+    def computed(chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values of the cache, of these tokens, each the first one of a row."""
+        own, count = torch.tensor(chosen, device=DEVICE), len(chosen)
+        cache = LayerCache(*torch.zeros(2, rows, kv_heads * BLOCK * size, dtype=dtype, device=DEVICE))
+        known = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
+        blocks = torch.arange(rows, device=DEVICE).view(rows, 1)
+        batch = StepBatch(np.array(chosen), np.zeros(count), np.ones(count), known, blocks, BLOCK)
+        qkv = torch.split(packed[own], [heads, kv_heads, kv_heads], 1)
+        q = write_cache(shape, cache, batch.on_device, batch.owners, qkv, (cos[own], sin[own]), norm)
+        stored = (part.view(rows, kv_heads, BLOCK, size)[own, :, 0] for part in (cache.keys, cache.values))
+        return q, *stored
+
+    q, k, v = computed([*range(rows)])
+    wide = packed[:, :normed].double()
+    right = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    right = right * cos.double() + right.roll(half, -1) * sin.double()
+    assert near(torch.cat((q, k), 1), right)
+    assert torch.equal(v, packed[:, normed:])
+    for row in range(rows):
+        assert all(torch.equal(alone[0], one[row]) for alone, one in zip(computed([row]), (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate(dtype: torch.dtype) -> None:
     from charonia.engine.gpu.gate import TritonGate
 
