@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_088,
     "media": 1_614,
     "scheduler": 2_464,
-    "engine": 31_734,
+    "engine": 31_750,
     "classic_backends": 8_716,
     "ensembles": 1_200,
     "routing": 250,

@@ -50,7 +50,7 @@ def _gemma4_attention(fields: ConfigFields, layer: int, layer_type: str) -> Laye
     own: Mapping[str, Any] = {}
     if listed is not None:
         names = (str(layer), f"{layer:02}", f"{layer:03}")  # transformers writes all of them with as many digits
-        own = next((listed[name] for name in names if name in listed), None) or {}
+        own = next((listed[name] for name in names if name in listed), {}) or {}
     elif layer_type == _FULL:
         own = {"head_dim": fields.config.get("global_head_dim") or 512}
         if fields.flag("attention_k_eq_v"):

@@ -3,6 +3,7 @@
 Knows nothing of steps or sockets, and of the running sequences only whether there are any.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -100,13 +101,15 @@ class Inbox:
         self._clock = clock
         self._constraints = RequestConstraints(grammars)
         self._queue: SimpleQueue[InboxItem] = SimpleQueue()
+        self._others = 0  # items of the queue that are no requests
+        self._changed = threading.Condition()
 
     def accept(self, message: ToCore) -> None:
         """Take a message, and hash a prompt in the caller's thread. The scheduler judges lengths."""
         if not isinstance(message, AddRequest):
             if isinstance(message, AbortRequests):
                 self._constraints.forget(message.keys)
-            self._queue.put(message)
+            self._put(message)
             return
         arrived = self._clock()
         deadline = arrived + message.timeout if message.timeout > 0 else None
@@ -126,27 +129,39 @@ class Inbox:
         if isinstance(made, SequenceConstraint):
             self._queue.put(new._replace(constraint=made))
         elif isinstance(made, InvalidArgument):
-            self._queue.put(RequestRejected(new.spec.key, SentError.of(made)))
+            self._put(RequestRejected(new.spec.key, SentError.of(made)))
         else:
-            self._queue.put(made)
+            self._put(made)
 
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""
-        self._queue.put(error)
+        self._put(error)
 
     def reply(self, outcome: AdapterReply) -> None:
         """Give the loop the outcome of loading an adapter."""
-        self._queue.put(outcome)
+        self._put(outcome)
 
     def call(self, function: Callable[[], R], /) -> Future[R]:
         """Have the loop's thread call it between steps; its outcome."""
         done: Future[R] = Future()
-        self._queue.put(LoopCall(function, done))
+        self._put(LoopCall(function, done))
         return done
 
     def post(self, function: Callable[[], object], /) -> None:
         """Have the loop's thread call it between steps. An error ends the loop."""
-        self._queue.put(LoopCall(function))
+        self._put(LoopCall(function))
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until something comes that is no request: what is aborted holds its blocks no longer than
+        the step."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._others, seconds)
+
+    def _put(self, item: InboxItem) -> None:
+        with self._changed:
+            self._queue.put(item)
+            self._others += 1
+            self._changed.notify()
 
     def take_all(self, busy: bool, patience: float = IDLE_SECONDS) -> list[InboxItem]:
         """All messages. Unless the loop is `busy`, it waits for the first, `patience` or IDLE_SECONDS at most."""
@@ -158,4 +173,8 @@ class Inbox:
             return []
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
+        others = sum(not isinstance(item, NewRequest) for item in items)
+        if others:
+            with self._changed:
+                self._others -= others
         return items

@@ -233,7 +233,7 @@ def _speculation(config: EngineConfig, vocab_size: int) -> Speculation:
 def _takes_all_processors(config: EngineConfig) -> bool:
     """Whether steps on the host leave no processor to others."""
     cores = usable_cores()
-    return (config.threads or cores.threads) * config.data_parallel_size >= cores.logical
+    return (config.threads or cores.threads) * config.data_parallel_size >= min(cores.logical, cores.quota)
 
 
 def _grammar_backend(config: EngineConfig, vocab_size: int) -> GrammarBackend:

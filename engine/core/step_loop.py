@@ -246,9 +246,10 @@ class EngineCore:
         """Execute all plans that may be scheduled before the next result is known."""
         while (plan := self.scheduler.schedule()) is not None:
             paused = 0.0
-            if self._patient_work_waits:
-                paused = self.scheduler.pause_for_patient_work()
-                time.sleep(paused)
+            if self._patient_work_waits and not self._stopping:
+                began = time.perf_counter()
+                self.inbox.pause(self.scheduler.pause_for_patient_work())
+                paused = time.perf_counter() - began
             launched_at = time.perf_counter()
             masks: MaskSource | None = None
             if self._constraints.live:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from math import inf
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +13,9 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
+from charonia.engine.core import process
 from charonia.engine.core.cache_sizes import resolve_cache_blocks, resolve_cache_sizes
+from charonia.engine.core.messages import PatientWorkWaits, Shutdown
 from charonia.engine.core.process import (
     LoadProgress,
     keep_compiled_kernels,
@@ -24,6 +27,7 @@ from charonia.engine.core.sockets import CoreSockets
 from charonia.engine.worker.executor import Capacity, ProgressCallback, StepFuture
 from charonia.engine.worker.fake_executor import FakeExecutor
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
+from charonia.processes.host import Cores
 from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.plan import MaskSource, StepPlan
 
@@ -233,6 +237,30 @@ def test_graphs_are_captured_behind_the_first_token(wanted: bool, monkeypatch: p
     start_core(EngineConfig(model="", executor="fake", warm_up_graphs=wanted), Recording(), progress)
     graphs = [("graphs", 0.5), ("graphs", 1.0)] if wanted else []
     assert reports[-2 - len(graphs) :] == [("warm-up", 0.0), ("warm-up", 1.0), *graphs]
+
+
+@pytest.mark.parametrize(
+    ("cores", "fields", "leaves"),
+    [
+        (Cores(2, 2, 1, inf), {}, True),
+        (Cores(4, 2, 1, inf), {}, False),  # what waits has the other half of each core
+        (Cores(4, 2, 1, inf), {"threads": 4}, True),
+        (Cores(2, 2, 1, inf), {"threads": 1}, False),
+        (Cores(2, 2, 1, inf), {"threads": 1, "data_parallel_size": 2}, True),
+        (Cores(64, 32, 1, 2.0), {}, True),  # a container's part of a large machine
+        (Cores(64, 32, 1, 2.0), {"threads": 1}, False),
+    ],
+)
+def test_steps_that_take_all_processors_leave_time(
+    cores: Cores, fields: dict[str, int], leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "usable_cores", lambda: cores)
+    config = EngineConfig(model="", executor="fake", **fields)
+    core, _ = start_core(config, FakeExecutor(), LoadProgress(Mock(spec=CoreSockets)))
+    core.inbox.accept(PatientWorkWaits(True))
+    core.inbox.accept(Shutdown())
+    core.run(lambda message: None)
+    assert core._patient_work_waits == leaves
 
 
 def test_a_gpus_steps_are_timed_when_their_graphs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,28 @@ def test_steps_leave_time_to_what_waits_for_it(leaves_time: bool, monkeypatch: p
     assert all(seconds > 0 for seconds in pauses)
 
 
+def test_who_leaves_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was meant to last; so do those that no longer wait, and the loop's own end. Requests do not."""
+    paused = threading.Semaphore(0)
+    monkeypatch.setattr(Scheduler, "pause_for_patient_work", lambda one: paused.release() or 1e6)
+    with Running(Spy(), leaves_time=True) as loop:
+        loop.core.inbox.accept(PatientWorkWaits(True))
+        loop.add(1, [1] * 8, max_tokens=30)
+        assert paused.acquire(timeout=30)
+        loop.add(2, [2] * 8, max_tokens=1)
+        assert not paused.acquire(timeout=0.05)
+        loop.core.inbox.accept(AbortRequests([1]))
+        assert paused.acquire(timeout=30), "the first step has ended, and the other request's has begun"
+        assert loop.core.scheduler.running == 1
+        loop.core.inbox.accept(PatientWorkWaits(False))
+        loop.wait(lambda: 2 in loop.outbox.finished())
+        loop.core.inbox.accept(PatientWorkWaits(True))
+        loop.add(3, [3], max_tokens=30)
+        assert paused.acquire(timeout=30)
+    assert loop.cache.free_blocks < BLOCKS
+    assert len(loop.outbox.tokens(1)) <= 1
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_an_abort_frees_its_blocks_within_ahead_plus_one_steps(ahead: int) -> None:
     seen: list[tuple[int, int]] = []
