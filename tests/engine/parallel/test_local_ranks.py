@@ -1,13 +1,16 @@
 """Ranks in processes of their own: they say what one rank says, and none outlives another."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from safetensors.torch import load_file, save_file
 
 from charonia.core.errors import CharoniaError, InvalidArgument, Unavailable
 from charonia.engine.config import CacheConfig, EngineConfig, ParallelConfig
@@ -125,6 +128,26 @@ def test_what_does_not_fit_the_model_is_said_by_a_rank(config: Callable[..., Eng
     executor = RanksExecutor(config("llama", parallel))
     try:
         with pytest.raises(InvalidArgument, match=r"5"):
+            executor.load(lambda phase, fraction: None)
+    finally:
+        executor.close()
+
+
+@pytest.mark.proof
+def test_a_rank_that_fails_while_the_other_waits_for_it_ends_the_start(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    """The last stage's, whose weights are not all there: the first has loaded its own, and waits."""
+    broken = msgspec.structs.replace(config("llama", ParallelConfig(pipeline=2)), model=str(tmp_path / "broken"))
+    shutil.copytree(config("llama", ParallelConfig()).model, broken.model)
+    file = Path(broken.model) / "model.safetensors"
+    tensors = load_file(file)
+    missing = f"model.layers.{LAYERS - 1}.mlp.down_proj.weight"
+    del tensors[missing]
+    save_file(tensors, file, {"format": "pt"})
+    executor = RanksExecutor(broken)
+    try:
+        with pytest.raises(InvalidArgument, match=missing):
             executor.load(lambda phase, fraction: None)
     finally:
         executor.close()
