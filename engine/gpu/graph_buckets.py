@@ -10,9 +10,9 @@ kernels are nodes, too."""
 
 _SHORT_CONTEXT, _CONTEXT_RATIO = 8192, 4
 _PLAIN_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32))
-_OTHER_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_OTHER_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _PROMPT_SIZES = (*range(64, 513, 64), *range(640, 2049, 128), *range(2560, 8193, 512))
-"""A padded place costs a token's products."""
+"""A padded place costs a token's products; up to about 200 places these take as long as the weights are read."""
 
 
 class GraphKey(NamedTuple):

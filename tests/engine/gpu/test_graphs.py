@@ -648,7 +648,14 @@ def test_buckets_reach_the_limits() -> None:
     with_adapters = GraphBuckets.of_limits(20, 4096, 5, 8)
     assert len(with_adapters.keys) == 6 + 10 + 11 + 10
     assert with_adapters.bytes == (6 + 10 + 2 * (11 + 10)) * GRAPH_BYTES
-    assert GraphBuckets.of_limits(300, 4096, 5).places == 1024
+    many = GraphBuckets.of_limits(300, 4096, 5)
+    assert many.places == 1024
+    found = [many.find(StepExtent(places, 4096, 5)) for places in (320, *range(257, 1025))]
+    assert found[0] is not None, "64 rows with 4 drafts each are not padded"
+    assert found[0].places == 320
+    assert all(
+        key is not None and key.places <= 1.25 * places for key, places in zip(found[1:], range(257, 1025), strict=True)
+    )
     with_prompts = GraphBuckets.of_limits(64, 4096, prompt_places=300)
     assert {with_prompts.logits_of(key) for key in with_prompts.keys if key.prompts} == {63, 64}, "fewer than places"
     with_prompts = GraphBuckets.of_limits(20, 4096, prompt_places=300)
