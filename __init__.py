@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .core.errors import Unavailable as Unavailable
     from .core.errors import Unsupported as Unsupported
     from .inprocess.llm import LLM as LLM
+    from .inprocess.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from .inprocess.outputs import CompletionOutput as CompletionOutput
     from .inprocess.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from .inprocess.outputs import Logprob as Logprob
@@ -42,7 +43,9 @@ _ERRORS = (
 _MODULES = {
     "core.errors": _ERRORS,
     "inprocess.llm": "LLM",
-    "inprocess.outputs": "CompletionOutput EmbeddingRequestOutput Logprob RequestOutput ScoringRequestOutput",
+    "inprocess.outputs": (
+        "ClassificationRequestOutput CompletionOutput EmbeddingRequestOutput Logprob RequestOutput ScoringRequestOutput"
+    ),
     "inprocess.sampling_params": "SamplingParams",
     "inprocess.requests": "InferenceRequest InferenceResponse",
     "inprocess.server": "Model Server",

@@ -9,15 +9,26 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Self, TypeAlias, TypeVar
 
-from ..api.openai.encoder_calls import encode_inputs, score_pairs
-from ..core.encoder_tensors import EMBEDDING
+import numpy as np
+from numpy.typing import NDArray
+
+from ..api.openai.encoder_calls import class_probabilities, compare_pairs, encode_inputs
+from ..core.encoder_tensors import EMBEDDING, SCORE
 from ..core.errors import InvalidArgument
 from ..core.gateway import ModelHandle
 from ..core.request import TokenizeRequest
 from ..repository.gateway import InProcessGateway
 from .generation import Generator
 from .loop_thread import BridgedStream
-from .outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoringOutput, ScoringRequestOutput
+from .outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from .prompts import AskedPrompt, asked_prompts, given_conversations, given_prompts
 from .requests import ENDPOINT
 from .sampling_params import SamplingParams
@@ -120,9 +131,15 @@ class LLM:
         """As `embed`."""
         return await self._run_from_loop(partial(self._embed, prompts))
 
+    def classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
+        """The classes of texts, or of lists of token ids if the model takes them. Raises `InvalidArgument` for one that
+        makes none."""
+        return self._run(partial(self._classify, prompts))
+
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringRequestOutput]:
-        """How well the texts of one side go with those of the other, pair by pair, or one with all, by a model that
-        ranks. Raises `InvalidArgument` for another model, and for sides of different lengths."""
+        """How well the texts of one side go with those of the other, pair by pair, or one with all: by a model that
+        ranks, or the cosine of an embedder's vectors. Raises `InvalidArgument` for another model, and for sides of
+        different lengths."""
         one, other = ([side] if isinstance(side, str) else list(side) for side in (text_1, text_2))
         one = one * len(other) if len(one) == 1 else one
         if len(one) != len(other):
@@ -194,24 +211,41 @@ class LLM:
             return await use(await self._gateway.acquire(context, self.model_name))
 
     async def _embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
+        inputs, vectors = await self._encode(prompts, EMBEDDING, "embeddings")
+        return [
+            EmbeddingRequestOutput(str(index), EmbeddingOutput(vector.tolist()), _given_ids(value))
+            for index, (vector, value) in enumerate(zip(vectors, inputs, strict=True))
+        ]
+
+    async def _classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
+        inputs, scores = await self._encode(prompts, SCORE, "classes")
+        rows = class_probabilities(scores) if inputs else scores
+        return [
+            ClassificationRequestOutput(str(index), ClassificationOutput(row.tolist()), _given_ids(value))
+            for index, (row, value) in enumerate(zip(rows, inputs, strict=True))
+        ]
+
+    async def _encode(self, prompts: Any, output: str, what: str) -> tuple[list[Any], NDArray[Any]]:
+        """Texts, or lists of token ids, and a row of the model's `output` for each."""
         given = given_prompts(prompts)
         inputs = [list(prompt.prompt) if isinstance(prompt.prompt, tuple) else prompt.prompt for prompt in given]
         if len({type(value) for value in inputs}) > 1:
-            raise InvalidArgument("embed takes texts, or lists of token ids, not both at once", field="prompts")
+            raise InvalidArgument("prompts are texts, or lists of token ids, not both at once", field="prompts")
         if not inputs:
-            return []
-        vectors, _ = await self._ask(lambda handle: encode_inputs(handle, inputs, EMBEDDING, "embeddings"))
-        return [
-            EmbeddingRequestOutput(str(index), EmbeddingOutput(vector), value if isinstance(value, list) else [])
-            for index, (vector, value) in enumerate(zip(vectors.astype(float).tolist(), inputs, strict=True))
-        ]
+            return [], np.empty((0, 0))
+        rows, _ = await self._ask(lambda handle: encode_inputs(handle, inputs, output, what))
+        return inputs, rows.astype(float)
 
     async def _score(self, pairs: list[tuple[str, str]]) -> list[ScoringRequestOutput]:
         if not pairs:
             return []
-        values, _ = await self._ask(lambda handle: score_pairs(handle, pairs, "scores", "a pair"))
+        values, _ = await self._ask(lambda handle: compare_pairs(handle, pairs))
         scores: list[float] = values.astype(float).tolist()
         return [ScoringRequestOutput(str(index), ScoringOutput(score)) for index, score in enumerate(scores)]
+
+
+def _given_ids(value: Any) -> list[int]:
+    return value if isinstance(value, list) else []
 
 
 async def _token_ids(handle: ModelHandle, text: str) -> list[int]:

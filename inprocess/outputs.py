@@ -76,6 +76,28 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """How likely each class of a model is."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """The classes of one prompt."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """As they were given; empty of a text."""
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class ScoringOutput:
     """How well two texts go together."""
 

@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_885,
-    "api": 10_600,
+    "api": 10_604,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
@@ -132,7 +132,7 @@ BUDGETS = {
     "bench": 7_573,
     "cli": 2_950,
     "extras/optimizer": 4_050,
-    "inprocess": 1_400,
+    "inprocess": 1_420,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

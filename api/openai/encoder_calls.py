@@ -180,6 +180,30 @@ async def score_pairs(
     return values[:, 0], tokens
 
 
+async def compare_pairs(
+    model: ModelHandle, pairs: Sequence[tuple[str, str]], instruction: str | None = None
+) -> tuple[NDArray[np.float32], int]:
+    """As `score_pairs`, where a model of vectors gives the cosine of those of the two texts."""
+    if not makes(model.config, EMBEDDING):
+        return await score_pairs(model, pairs, "scores of pairs", "a pair", instruction)
+    if instruction is not None:
+        raise field_error(INSTRUCTION, f"is not taken: '{model.config.name}' compares vectors")
+    texts = [text for pair in pairs for text in pair]
+    vectors, tokens = await encode_inputs(model, texts, EMBEDDING, "embeddings")
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    unit = vectors / lengths
+    return (unit[0::2] * unit[1::2]).sum(axis=1), tokens
+
+
+def class_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A model's scores of several classes as probabilities; what adds up to 1 already stays."""
+    if scores.shape[1] == 1 or (scores.min() >= 0 and np.allclose(scores.sum(axis=1), 1, atol=1e-3)):
+        return scores
+    raised = np.exp(scores - scores.max(axis=1, keepdims=True))
+    made: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
+    return made
+
+
 def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[str]) -> None:
     inputs_there = {spec.name for spec in model.config.inputs}
     if not makes(model.config, output) or not inputs_there.issuperset(inputs):

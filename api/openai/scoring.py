@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,10 +21,11 @@ from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
     acquire_encoder,
     check_count,
+    class_probabilities,
+    compare_pairs,
     encode_inputs,
     encode_tokens,
     makes,
-    score_pairs,
     several_inputs,
     usage_of,
 )
@@ -109,12 +109,7 @@ class ScoringRoutes:
         pairs = body.pairs()
         model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
-            if makes(model.config, EMBEDDING):
-                if body.instruction is not None:
-                    raise field_error("instruction", f"is not taken: '{model.config.name}' compares vectors")
-                values, tokens = await _cosines(model, pairs)
-            else:
-                values, tokens = await score_pairs(model, pairs, "scores of pairs", "a pair", body.instruction)
+            values, tokens = await compare_pairs(model, pairs, body.instruction)
         data = [{"index": index, "object": "score", "score": float(value)} for index, value in enumerate(values)]
         return _listed(request, "score", model, data, tokens)
 
@@ -126,7 +121,7 @@ class ScoringRoutes:
             values, tokens = await encode_inputs(model, inputs, SCORE, "classes")
         labels = model.config.labels.get(SCORE, ())
         data = []
-        for index, row in enumerate(_probabilities(values)):
+        for index, row in enumerate(class_probabilities(values)):
             best = int(row.argmax())
             label = labels[best] if best < len(labels) else f"LABEL_{best}"
             probs = row.astype(float).tolist()
@@ -159,7 +154,7 @@ async def _pool(model: ModelHandle, inputs: list[Any], task: str, prompt: str | 
     output = _TASKS[task]
     if output in (EMBEDDING, SCORE):
         values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", prompt)
-        return list(values if output == EMBEDDING else _probabilities(values)), tokens
+        return list(values if output == EMBEDDING else class_probabilities(values)), tokens
     arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt)
     return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
 
@@ -176,24 +171,6 @@ def _pooled_rows(arrays: list[NDArray[Any]], encoding: str | None) -> list[Any]:
     if encoding == "base64" or arrays[0].ndim == 1:
         return [row for array in arrays for row in encoded_rows(array.reshape(1, -1), encoding)]
     return [list(encoded_rows(array, encoding)) for array in arrays]
-
-
-async def _cosines(model: ModelHandle, pairs: list[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:
-    """The cosine of the vectors that a model makes of the two texts of each pair, and how many tokens they were."""
-    texts = [text for pair in pairs for text in pair]
-    vectors, tokens = await encode_inputs(model, texts, EMBEDDING, "embeddings")
-    lengths = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    unit = vectors / lengths
-    return (unit[0::2] * unit[1::2]).sum(axis=1), tokens
-
-
-def _probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A model's scores of several classes as probabilities; what adds up to 1 already stays."""
-    if scores.shape[1] == 1 or (scores.min() >= 0 and np.allclose(scores.sum(axis=1), 1, atol=1e-3)):
-        return scores
-    raised = np.exp(scores - scores.max(axis=1, keepdims=True))
-    made: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
-    return made
 
 
 def _listed(request: Request, kind: str, model: ModelHandle, data: list[dict[str, Any]], tokens: int) -> Response:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import charonia
@@ -174,8 +175,9 @@ class Structured:
         (lambda llm: llm.generate("a", lora_request=3), "lora_request must be a name"),
         (lambda llm: llm.stream(["a", "b"]), "a stream answers one prompt, got 2"),
         (lambda llm: llm.embed("a"), "model 'words' makes no embeddings"),
-        (lambda llm: llm.embed(["a", [1]]), "embed takes texts, or lists of token ids"),
+        (lambda llm: llm.embed(["a", [1]]), "prompts are texts, or lists of token ids"),
         (lambda llm: llm.score("a", "b"), "model 'words' makes no scores"),
+        (lambda llm: llm.classify("a"), "model 'words' makes no classes"),
         (lambda llm: llm.score(["a", "b"], ["c"] * 3), "there are 2 texts on one side and 3 on the other"),
     ],
 )
@@ -241,5 +243,25 @@ def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path
         [ids] = asyncio.run(llm.async_embed([[4, 5]]))
         assert ids.prompt_token_ids == [4, 5]
         assert llm.embed([]) == []
+        same, other = (score.outputs.score for score in llm.score("a river", ["a river", "the ferry"]))
+        assert same == pytest.approx(1, abs=1e-5)
+        assert other == pytest.approx(np.dot(one.outputs.embedding, two.outputs.embedding), abs=1e-5)
         with pytest.raises(charonia.InvalidArgument, match="'mini' does not generate text"):
             llm.generate("a")
+
+
+@pytest.mark.proof
+def test_a_classifier_makes_classes(sibling: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    sibling("encoder_models.py").write_cross_encoder(tmp_path / "three", labels=3)
+    with charonia.LLM(tmp_path / "three") as llm:
+        one, two = llm.classify(["the ferry", "a river"])
+        assert one.outputs.num_classes == len(two.outputs.probs) == 3
+        assert sum(one.outputs.probs) == pytest.approx(1)
+        assert one.outputs.probs != two.outputs.probs
+        assert llm.classify([]) == []
+
+
+def test_sampling_parameters_are_cloned() -> None:
+    params = SamplingParams(max_tokens=3, stop=["a"])
+    params.clone().max_tokens = 4
+    assert params == SamplingParams(max_tokens=3, stop=["a"]) == params.clone()
