@@ -18,7 +18,7 @@ from ..kvcache.manager import KVCacheManager
 from .adapters.adapter_room import ADAPTER_ROOM
 from .config import SchedulerConfig
 from .drafts.speculation import Speculation
-from .drafts.step_drafts import StepDrafts
+from .drafts.step_drafts import NO_DRAFTS, StepDrafts
 from .encoders.encoder_rows import check_spans
 from .events.block_contents import block_contents
 from .plan import StepPlan, StepResult, StepUpdates
@@ -245,21 +245,16 @@ class Scheduler:
             self.totals.count_seconds(self._states(), seconds)
             seconds -= result.proposals.seconds
             self.step_times.observe(flight.work, seconds)
-        drafting = self._drafting
-        drafts = drafting.observe(flight, result) if drafting is not None and flight.drafts else {}
-        if seconds and drafting is not None:
-            drafting.observe_time(flight.work, seconds, host_seconds, drafts)
-        rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
-        updates = process_result(rows, flight, result, rejected)
+        verified = NO_DRAFTS
+        if self._drafting is not None:
+            verified = self._drafting.take_result(flight, result, seconds, host_seconds)
+        updates = process_result(rows, flight, result, verified.rejected)
         if rows.states is not None:
             rows.states.verify_drafts(flight.drafts, rows.computed)
-        if drafts:
-            live = [(rows.keys[row], *counts) for row, counts in drafts.items() if not rows.ended[row]]
-            updates = updates._replace(drafts=live)
+        if verified.counts:
+            updates = updates._replace(drafts=verified.counts)
         if len(result.forced):
             rows.constrained.note_forced(result, rows.known, rows.running)
-        if drafting is not None and result.proposals.passes:
-            drafting.take_proposals(result.proposals)
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
@@ -273,7 +268,7 @@ class Scheduler:
         """Make blocks that became full findable, and the states that `flight` kept; give up blocks that are behind the
         window of all tokens to come."""
         rows, cache = self._rows, self._cache
-        if not (cache.prefix_caching or cache.sliding):
+        if not cache.prefix_caching and cache.sliding is None:
             return
         committed = list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():

@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_601,
     "tokenization": 4_088,
     "media": 1_614,
-    "scheduler": 2_464,
+    "scheduler": 2_472,
     "engine": 31_750,
     "classic_backends": 8_716,
     "ensembles": 1_200,

@@ -5,16 +5,29 @@ The one object that the scheduler asks about drafts, where there is speculation.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from ..packed_step import PackedStep
-from ..plan import NO_ROWS, IntArray, StepResult, StepWork
+from ..plan import NO_ROWS, IntArray, StepResult
 from ..running_set import InFlightStep, RunningSet
 from ..sequence import Sequence, most_uncut
 from ..tenants.fairness import Fairness
 from .proposals import Proposals
 from .speculation import Speculation, drafts_of
+
+
+class VerifiedDrafts(NamedTuple):
+    """What became of a step's drafts."""
+
+    rejected: Mapping[int, int] = {}
+    """How many of a row's drafts were wrong, where some were."""
+    counts: list[tuple[int, int, int]] = []
+    """As `StepUpdates.drafts`."""
+
+
+NO_DRAFTS = VerifiedDrafts()
 
 
 class StepDrafts:
@@ -87,9 +100,27 @@ class StepDrafts:
                 extend(row, end + int(lengths[index]))
         return lengths if lengths.any() else NO_ROWS
 
-    def observe(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
-        """Learn how many drafts were right: for each row that had some, their number and how many were. The others are
-        paid for as prompt tokens are."""
+    def take_result(
+        self, flight: InFlightStep, result: StepResult, seconds: float | None, host_seconds: float
+    ) -> VerifiedDrafts:
+        """Learn what became of the drafts of a step, which took `seconds`, if that is known, and was launched
+        `host_seconds` after the one before; keep what a draft model proposes."""
+        drafts = self._count(flight, result) if flight.drafts else {}
+        if seconds and not flight.work.prefill_tokens and (self._rows.drafting or drafts):
+            drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
+            tokens = flight.work.decode_tokens
+            self._speculation.costs.observe_step(tokens, seconds, drafted, accepted, host_seconds)
+        if result.proposals.passes:
+            self._take_proposals(result.proposals)
+        if not drafts:
+            return NO_DRAFTS
+        rejected = {row: drafted - accepted for row, (drafted, accepted) in drafts.items() if drafted > accepted}
+        live = [(self._rows.keys[row], *counts) for row, counts in drafts.items() if not self._rows.ended[row]]
+        return VerifiedDrafts(rejected, live)
+
+    def _count(self, flight: InFlightStep, result: StepResult) -> dict[int, tuple[int, int]]:
+        """For each row that had drafts, their number and how many were right. The others are paid for as prompt tokens
+        are."""
         drafts: dict[int, tuple[int, int]] = {}
         sampled = result.counts - result.forced if len(result.forced) else result.counts
         for row, count in zip(result.rows.tolist(), sampled.tolist(), strict=True):
@@ -100,16 +131,7 @@ class StepDrafts:
                     self._fairness.charge_prompt(self._rows.sequences[row].tenant_slot, drafted + 1 - count)
         return drafts
 
-    def observe_time(
-        self, work: StepWork, seconds: float, host_seconds: float, drafts: Mapping[int, tuple[int, int]]
-    ) -> None:
-        """Learn from the time of a step what drafts cost and save; `drafts` as `observe` has them."""
-        if work.prefill_tokens or not (self._rows.drafting or drafts):
-            return
-        drafted, accepted = map(sum, zip(*drafts.values(), strict=True)) if drafts else (0, 0)
-        self._speculation.costs.observe_step(work.decode_tokens, seconds, drafted, accepted, host_seconds)
-
-    def take_proposals(self, proposals: Proposals) -> None:
+    def _take_proposals(self, proposals: Proposals) -> None:
         """Keep what the draft model proposes, each with its sequence."""
         self._speculation.take_proposals(proposals)
         tokens = iter(proposals.tokens.tolist())
