@@ -5,6 +5,7 @@ are. Knows nothing of what they mean.
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +24,12 @@ _FORMATS = {".pbtxt": "text proto", ".yaml": "YAML", ".yml": "YAML", ".json": "J
 
 
 def find_config(directory: Path, name: str = "") -> Path | None:
-    """The config file of a model's directory; with a `name`, `configs/<name>.*` if that is there. Raises
+    """The config file of a model's directory; with a `name`, `configs/<name>.*` if that is there. What has its name and
+    is no file, such as the directory that a bind mount makes, is returned too: reading it says so. Raises
     `InvalidArgument` if there are two."""
     custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
     for files in (custom, [directory / file for file in CONFIG_FILE_NAMES]):
-        present = [file for file in files if file.is_file()]
+        present = [file for file in files if file.is_file()] or [file for file in files if os.path.lexists(file)]
         if len(present) > 1:
             raise InvalidArgument(f"{present[0]} and {present[1].name} are both there: a model has one config")
         if present:
@@ -49,7 +51,9 @@ def parse_config_file(file: Path) -> RawConfig:
         raise InvalidArgument(f"{failed}:{error}") from None
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"{failed}:{error.lineno}:{error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError, OSError) as error:  # an impossible date, endless digits or brackets
+    except OSError as error:
+        raise InvalidArgument(f"{failed}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # an impossible date, endless digits or brackets
         raise InvalidArgument(f"{failed}: {error}") from None
     try:
         return complete_fields(raw)

@@ -1,6 +1,8 @@
 """Configs as they are written, and in the one form that they have inside; errors name file, line and field."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,25 @@ def test_finding_the_one_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("")
     with pytest.raises(InvalidArgument, match="a model has one config"):
         find_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Path.mkdir, r"failed to read text proto from .*/config\.pbtxt: Is a directory"),
+        (lambda path: path.symlink_to("nowhere"), r"failed to read text proto from .*/config\.pbtxt: No such file"),
+        (os.mkfifo, r"config\.pbtxt is a named pipe"),
+    ],
+    ids=["directory", "link", "pipe"],
+)
+def test_a_config_that_is_no_file_is_no_missing_one(tmp_path: Path, make: Callable[[Path], Any], says: str) -> None:
+    make(tmp_path / "config.pbtxt")
+    file = find_config(tmp_path)
+    assert file is not None
+    with pytest.raises(InvalidArgument, match=says):
+        parse_config_file(file)
+    (tmp_path / "config.yaml").write_text("")
+    assert find_config(tmp_path) == tmp_path / "config.yaml"
 
 
 def test_an_empty_config_is_none_at_all(tmp_path: Path) -> None:
