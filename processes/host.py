@@ -20,7 +20,7 @@ from typing import NamedTuple
 log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """From glibc's malloc.h."""
 
 NICENESS, PATIENT_NICENESS, LAST_NICENESS = 5, 15, 20
@@ -31,6 +31,9 @@ _THREAD_NICENESS = 10
 
 _LARGE = 4 << 20
 """Bytes that take far longer to fill than to map."""
+
+_KEPT = 1 << 30
+"""Free bytes at the end of a heap that is not to shrink by itself."""
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60
@@ -110,6 +113,14 @@ def map_large_blocks_separately() -> None:
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
         _libc.mallopt(_M_TRIM_THRESHOLD, _LARGE)
+
+
+def keep_large_blocks() -> None:
+    """Keep freed blocks of all sizes until `release_free_memory`: for a process that takes the same ones many times a
+    second, for which the kernel would fill megabytes with zeros each time."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_MAX, 0)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def release_free_memory() -> None:

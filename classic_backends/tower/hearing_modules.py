@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.media import FEATURES
+from .host_products import compute_on_host
 from .tower_files import TowerFiles
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
 
@@ -61,7 +62,10 @@ def load_gemma3n_ear(files: TowerFiles, dtype: torch.dtype, device: str) -> Towe
             None, config=read_config(files), state_dict=weights, dtype=dtype, output_loading_info=True
         )
     refuse_missing(files, report["missing_keys"])
-    return TowerModule(FEATURES, sound_features(files.family, ear.requires_grad_(False).to(device).eval()))
+    ear.requires_grad_(False).to(device).eval()
+    if device == "cpu":
+        compute_on_host(ear, ())
+    return TowerModule(FEATURES, sound_features(files.family, ear))
 
 
 def _gemma3n(model: Any, input_features: Tensor, input_features_mask: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
 from ...core.request_context import RequestContext
 from ...core.runtime import Arrays, Parameters
+from ...processes.gc_tuning import release_memory_soon
 from ...processes.patient_work import patient_work
 from ..isolated.isolated_runtime import PATIENT_TOWER, TOWER, IsolatableLoader
 from ..model import ClassicModel
@@ -142,6 +143,7 @@ class MediaTower:
             self._encoded += 1
             self._seconds += time.monotonic() - began
             self._keep(key, encoded)
+            release_memory_soon()  # a tower on the host keeps what it frees
             return encoded
         finally:
             running = self._running.get(key)

@@ -3,6 +3,7 @@
 Imported only where a tower is loaded.
 """
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,8 +14,9 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.media import FEATURES, MediaKind
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.runtime import Arrays
-from ...processes.host import map_large_blocks_separately
+from ...processes.host import keep_large_blocks, map_large_blocks_separately
 from .hearing_modules import load_gemma3n_ear, sound_features
+from .host_products import compute_on_host
 from .lean_imports import lean_imports
 from .tower_files import TowerFiles
 from .tower_module import TowerFeatures, TowerModule, loading, read_config, read_weights, refuse_missing
@@ -25,6 +27,9 @@ _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 
 _PARTS: Mapping[MediaKind, str] = {"image": "vision_config", "audio": "audio_config"}
 """By kind of media, the part of a configuration that has its tower."""
+
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's variable, read before its first large tensor: large ones lie in huge pages."""
 
 LoadTower: TypeAlias = Callable[[TowerFiles, torch.dtype, str], tuple[TowerModule, ...]]
 """Loads the tower of a checkpoint to compute in a dtype, on a device: a part for each kind of media."""
@@ -64,6 +69,8 @@ def load_beside_text(files: TowerFiles, dtype: torch.dtype, device: str) -> tupl
         )
     refuse_missing(files, (name for name in report["missing_keys"] if not name.startswith(_LANGUAGE)))
     tower: Any = model.model.requires_grad_(False).to(device).eval()
+    if device == "cpu":
+        compute_on_host(tower, _PARTS.values())
 
     def image_features(**inputs: Tensor) -> TowerFeatures:
         output = tower.get_image_features(**inputs, return_dict=True)
@@ -89,7 +96,11 @@ class Tower:
         self._together = together and self._described
         self._stored: torch.dtype = getattr(torch, files.dtype)
         self._dtype = self._stored if device != "cpu" or _computes_halves() else torch.float32
-        map_large_blocks_separately()
+        if device == "cpu":
+            keep_large_blocks()
+            os.environ.setdefault(_HUGE_PAGES, "1")
+        else:
+            map_large_blocks_separately()
         with lean_imports():
             self._modules = load(files, self._dtype, device)
 

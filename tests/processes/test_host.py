@@ -1,6 +1,8 @@
 """What the machine and its cgroups leave, read from files like the kernel's."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,28 @@ def test_a_cgroup_over_its_limit_leaves_nothing(root: Path) -> None:
     memory(root, "", "5000")
     write(root, {"sys/fs/cgroup/memory.current": "9000"})
     assert host.available_memory(root) == 0
+
+
+KEPT = """
+import resource
+from charonia.processes.host import keep_large_blocks, release_free_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        bytes(bytearray(64 << 20))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_large_blocks()
+first, again = faults(), faults()
+release_free_memory()
+print(first, again, faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(host._libc, "mallopt"), reason="another C library")
+def test_large_blocks_are_kept_until_they_are_given_back() -> None:
+    made = subprocess.run([sys.executable, "-c", KEPT], check=True, timeout=60, capture_output=True, text=True)
+    first, again, released = map(int, made.stdout.split())
+    assert again < first / 10
+    assert released > first / 2

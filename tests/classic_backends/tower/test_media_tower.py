@@ -105,6 +105,16 @@ async def test_steps_leave_time_for_what_is_computed_alone(llava: Path, monkeypa
     assert seen == [True, False, False, True, False], "the second one is kept, and the last one refused"
 
 
+async def test_memory_is_given_back_some_time_after(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that come by URL are small requests."""
+    asked: list[bool] = []
+    monkeypatch.setattr("charonia.classic_backends.tower.media_tower.release_memory_soon", lambda: asked.append(True))
+    async with tower(llava) as made:
+        for _ in range(2):
+            await made.encode(medium(1), context())
+    assert asked == [True], "the second one is kept"
+
+
 async def test_tenants_share_if_the_operator_says_so(llava: Path) -> None:
     async with tower(llava, share=True) as made:
         first = await made.encode(medium(1), context("acme"))

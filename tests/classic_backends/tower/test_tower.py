@@ -45,10 +45,11 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     alone = Tower(files, "cpu", together=False).encode(media)
     beside = Tower(files, "cpu", together=True).encode(media)
     for (rows, layers), one, other in zip(expected, alone, beside, strict=True):
-        assert torch.equal(one.rows, rows)
-        assert len(one.deepstack) == len(layers)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.deepstack, layers, strict=True))
-        # Products of more rows may be summed in another order, by the library and the processor.
+        # Products with packed weights are summed in another order: both are as far from the truth, which double
+        # precision tells, and rows are of the size of tens.
+        torch.testing.assert_close(one.rows, rows, rtol=1e-5, atol=1e-5 * max(1.0, float(rows.abs().max())))
+        torch.testing.assert_close(list(one.deepstack), layers, rtol=2e-5, atol=2e-5)
+        # So are those of more rows.
         torch.testing.assert_close(other.rows, one.rows, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(other.deepstack, one.deepstack, rtol=1e-5, atol=1e-5)
 
