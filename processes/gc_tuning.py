@@ -43,13 +43,17 @@ def collect_and_freeze(*, frozen_too: bool = True) -> None:
 LARGE_REQUEST_BYTES = 1 << 20
 """The size of a request after which memory is returned."""
 
-_RELEASE_DELAYS = (2.0, 7.0, 20.0)
+_RELEASE_DELAYS = (2.0, 7.0, 20.0, 60.0)
 """Seconds from the first large request or response since the last release."""
 
 _scheduled_releases: set[float] = set()
 
 memory_releases: set[Callable[[], None]] = set()
 """Called in the event loop's thread before memory is returned: each frees what its owner keeps for later."""
+
+late_releases: set[Callable[[], None]] = set()
+"""The same, at the last of the delays alone: their owners take hundreds of megabytes for each request, which in a
+virtual machine costs more than to compute with them."""
 
 
 def release_memory_soon() -> None:
@@ -66,6 +70,7 @@ def _release(moment: float) -> None:
     import asyncio
 
     _scheduled_releases.discard(moment)
-    for release in tuple(memory_releases):
+    late = late_releases if moment == _RELEASE_DELAYS[-1] else ()
+    for release in (*memory_releases, *late):
         release()
     asyncio.get_running_loop().run_in_executor(None, release_free_memory)

@@ -111,14 +111,14 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 2_446,
-    "processes": 1_230,
+    "processes": 1_232,
     "telemetry": 3_025,
     "kvcache": 1_601,
     "tokenization": 4_088,
     "media": 1_614,
     "scheduler": 2_472,
     "engine": 31_750,
-    "classic_backends": 8_859,
+    "classic_backends": 8_868,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_885,

@@ -64,6 +64,8 @@ class IsolatableLoader(RuntimeLoader):
     """The server must never import them."""
     niceness: int = NICENESS
     """Of each process."""
+    keeps_memory: bool = False
+    """Each keeps free memory for a minute, not for seconds."""
 
     def load(
         self, directory: Path, config: ModelConfig, placement: InstancePlacement, parameters: Parameters
@@ -72,7 +74,8 @@ class IsolatableLoader(RuntimeLoader):
         ends while it loads."""
         isolated, own = self._read(parameters)
         if isolated:
-            return IsolatedRuntime(InstanceTask(self.loader, directory, config, placement, own, self.niceness))
+            task = InstanceTask(self.loader, directory, config, placement, own, self.niceness)
+            return IsolatedRuntime(task, self.keeps_memory)
         return resolve_loader(self.loader).load(directory, config, placement, own)
 
     def uses_gpus(self) -> bool:
@@ -112,10 +115,12 @@ class IsolatedRuntime(Runtime):
     """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
     and the runtime cannot be used again (`RuntimeTraits.process`)."""
 
-    def __init__(self, task: InstanceTask) -> None:
+    def __init__(self, task: InstanceTask, keeps_memory: bool = False) -> None:
         self._name = task.placement.name
+        releases = gc_tuning.late_releases if keeps_memory else gc_tuning.memory_releases
         with ExitStack() as resources:
-            self._process = process = resources.enter_context(closing(InstanceProcess(instance_main, task)))
+            process = resources.enter_context(closing(InstanceProcess(instance_main, task, releases=releases)))
+            self._process = process
             loaded = _first_message(process, f"the process of instance '{self._name}'")
             resources.pop_all()
         assert isinstance(loaded, InstanceLoaded)
@@ -170,7 +175,13 @@ class InstanceProcess:
         MemoryError: its tensors find no memory.
     """
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self,
+        target: Callable[..., None],
+        *arguments: Any,
+        releases: set[Callable[[], None]] = gc_tuning.memory_releases,
+    ) -> None:
+        """`releases`: those of `gc_tuning` that the return of its free memory is one of."""
         self.lost = False
         """Its end was noticed, so that a new `InstanceProcess` must take its place."""
         self._kill_reason = ""
@@ -194,7 +205,8 @@ class InstanceProcess:
         self._poll = select.poll()
         for descriptor in (self._connection.fileno(), self.sentinel):
             self._poll.register(descriptor, select.POLLIN)
-        gc_tuning.memory_releases.add(self.return_memory)
+        self._releases = releases
+        releases.add(self.return_memory)
 
     def send(self, message: ToInstance) -> None:
         """Raises `ProcessLost`."""
@@ -231,7 +243,7 @@ class InstanceProcess:
 
     def close(self) -> None:
         """Let the process end by itself, or kill it after some seconds; return when it has ended."""
-        gc_tuning.memory_releases.discard(self.return_memory)
+        self._releases.discard(self.return_memory)
         self.tensors.close()
         self._process.close(_LEAVE_SECONDS)
         self._resources.close()
@@ -253,7 +265,9 @@ PYTORCH = IsolatableLoader(
 ENCODER = IsolatableLoader(
     "charonia.classic_backends.encoder.encoder_backend:ENCODER", ISOLATED, library_bytes=250 << 20
 )
-TOWER = IsolatableLoader("charonia.classic_backends.tower.tower_backend:TOWER", ISOLATED, library_bytes=250 << 20)
+TOWER = IsolatableLoader(
+    "charonia.classic_backends.tower.tower_backend:TOWER", ISOLATED, library_bytes=250 << 20, keeps_memory=True
+)
 PATIENT_TOWER = replace(TOWER, niceness=LAST_NICENESS)
 """Gives way to steps that decode: what it makes stands in prompts, and is not all that a decoder reads."""
 ONNX = IsolatableLoader("charonia.classic_backends.onnx.onnx_backend:ONNX", completes_in_process=True)

@@ -42,6 +42,8 @@ async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pyt
     released: list[bool] = []
     holders: list[threading.Thread] = []
     monkeypatch.setattr(gc_tuning, "memory_releases", {lambda: holders.append(threading.current_thread())})
+    late: list[bool] = []
+    monkeypatch.setattr(gc_tuning, "late_releases", {lambda: late.append(True)})
     monkeypatch.setattr(gc_tuning, "_RELEASE_DELAYS", (0.0, 0.01))
     monkeypatch.setattr(gc_tuning, "release_free_memory", lambda: released.append(True))
     for _ in range(2):
@@ -49,4 +51,5 @@ async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pyt
             gc_tuning.release_memory_soon()
         await asyncio.sleep(0.05)
     assert len(released) == 4
+    assert len(late) == 2, "those come with the last delay"
     assert holders == [threading.current_thread()] * 4

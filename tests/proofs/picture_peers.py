@@ -2,21 +2,24 @@
 
 Both serve one checkpoint of Qwen2.5-VL's kind in bfloat16 over HTTP, with random weights: 360 million in the language
 part, 95 million in the tower. Told is the TTFT of pictures of 1,024 x 768, each another one, alone and eight at once,
-in turns.
+in turns that begin some seconds after one another: a process of vLLM's keeps a core busy for a second after its last
+request.
 """
 
 import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 
 from charonia.bench.command import table_of
@@ -35,7 +38,9 @@ SHAPE = HALF_BILLION._replace(
     parameters={"dtype": "bfloat16"},
 )
 _LARGE = (1024, 768)
-_AT_ONCE = (1, 8)
+_PAUSE = 3.0
+_WARM = 8
+"""Pictures at once before anything is measured: what is done for the first time takes longer."""
 
 app = App(name="python -m tests.proofs.picture_peers", help=__doc__)
 
@@ -79,7 +84,9 @@ async def _ask(place: ServerAddress, numbers: range) -> float:
 
 
 @app.default
-def main(python: str, *, repeats: int = 3) -> None:
+def main(
+    python: str, *, repeats: int = 3, at_once: Annotated[tuple[int, ...], Parameter(consume_multiple=True)] = (1, 8)
+) -> None:
     """Measure.
 
     Parameters
@@ -88,6 +95,8 @@ def main(python: str, *, repeats: int = 3) -> None:
         The interpreter that has vLLM.
     repeats
         Turns of both.
+    at_once
+        How many pictures are asked for together.
     """
     console = Console()
     table = table_of((), ("at once", "charonia", "vLLM", "charonia / vLLM"))
@@ -99,18 +108,19 @@ def main(python: str, *, repeats: int = 3) -> None:
         models = ("--model-repository", str(folder / "models"))
         with own_server(*models) as ours, vllm_server(python, checkpoint, folder / "vllm") as theirs:
             for place in (ours, theirs):
-                asyncio.run(_ask(place, range(max(_AT_ONCE))))
-            pictures = count(max(_AT_ONCE), max(_AT_ONCE))
-            for number in _AT_ONCE:
+                asyncio.run(_ask(place, range(_WARM)))
+            pictures = count(_WARM, max(at_once))
+            for number in at_once:
 
                 def ask(place: ServerAddress, number: int = number) -> float:
                     first = next(pictures)
+                    time.sleep(_PAUSE)
                     return asyncio.run(_ask(place, range(first, first + number)))
 
                 turns = take_turns(
                     {"charonia": lambda _: ask(ours), "vLLM": lambda _: ask(theirs)},
                     repeats,
-                    console.print,
+                    lambda line, number=number: console.print(f"{number} at once, {line}"),
                     "{:.2f} s".format,
                 )
                 ratio = ratio_of(turns["charonia"], turns["vLLM"], float)

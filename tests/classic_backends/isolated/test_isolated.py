@@ -127,10 +127,10 @@ def model_config(**fields: Any) -> ModelConfig:
     return ModelConfig("subject", "1", "test", inputs=inputs, outputs=(TensorSpec("Y", "INT64", (-1,)),), **fields)
 
 
-def opened(directory: Path, niceness: int = NICENESS, **fields: Any) -> IsolatedRuntime:
-    return IsolatedRuntime(
-        InstanceTask(ORIGIN, directory, model_config(**fields), InstancePlacement(name="subject_0"), {}, niceness)
-    )
+def opened(directory: Path, niceness: int = NICENESS, *, keeps_memory: bool = False, **fields: Any) -> IsolatedRuntime:
+    placement = InstancePlacement(name="subject_0")
+    task = InstanceTask(ORIGIN, directory, model_config(**fields), placement, {}, niceness)
+    return IsolatedRuntime(task, keeps_memory)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,14 @@ def runtime(directory: Path) -> Iterator[IsolatedRuntime]:
     process.return_memory()
     assert (directory / "closed").exists()
     assert not alive(pid)
+
+
+def test_memory_that_is_taken_again_is_returned_late(directory: Path) -> None:
+    runtime = opened(directory, keeps_memory=True)
+    process = runtime._process
+    assert process.return_memory in gc_tuning.late_releases - gc_tuning.memory_releases
+    runtime.close()
+    assert process.return_memory not in gc_tuning.late_releases
 
 
 def pid_of(runtime: IsolatedRuntime) -> int:
