@@ -1,11 +1,15 @@
 """What the processors of checkpoints make of images is what transformers makes of them, bit for bit."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
+from PIL import Image
 
+from charonia.media.processor import ImageProcessor
 from charonia.processes.limited_process import CallLimits, LimitedProcess
+from tests.image_processors import PROCESSORS, write_processor
 
 from .processor_answers import WHOLE, ComparedImage, compare_processors
 
@@ -83,3 +87,20 @@ def test_a_familys_images(process: LimitedProcess, family: str) -> None:
         else:
             assert image.grid == (0, 0, 0)
     assert len({image.settings for image in images}) == 1
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", [family for family in PROCESSORS if family != "idefics2"])
+def test_a_placeholder_of_rows_is_that_of_an_image(tmp_path: Path, family: str) -> None:
+    """A text for each row between a beginning and an end, whatever the image's sides; or there is none such."""
+    processor = ImageProcessor(write_processor(tmp_path, family))
+    row_text = processor.row_text()
+    images = [Image.new("RGB", size) for size in ((60, 40), (300, 40), (40, 300), (500, 480))]
+    placeholders = [processor.process(image).placeholder for image in images]
+    row = processor._processor.tokenizer.convert_ids_to_tokens(processor.token_ids[0])
+    if row_text is None:
+        assert any(row * text.count(row) not in text for text in placeholders)
+        return
+    begin, each, end = row_text
+    assert each == row
+    assert placeholders == [begin + row * text.count(row) + end for text in placeholders]
