@@ -292,6 +292,8 @@ class ChatTurns:
             return {"type": "image_url", "image_url": f"data:{media};base64,{data}"}
         if kind == "url" and isinstance(url, str):
             return {"type": "image_url", "image_url": url}
+        if isinstance(block, ImageBlock) and kind != "file":
+            raise field_error(f"{place}.source", "must be {type: base64, media_type, data}, or {type: url, url}")
         return self._shown_text(block, place)
 
     def _shown_text(self, block: _ContentBlock, place: str) -> str:

@@ -15,6 +15,7 @@ import orjson
 from ...core.direct_stream import DirectStream, relay
 from ...core.errors import InvalidArgument
 from ...core.gateway import ResponseStream
+from ...core.model import ModelConfig
 from ...core.request import (
     GenerateChunk,
     GenerateRequest,
@@ -30,7 +31,7 @@ from ...core.sampling import TokenLimit
 from ...core.tasks import RequestTaskGroup, merge_streams
 from ...core.tensor import Tensor, TensorSpec
 from ..core.messages import CoreReady
-from .media_tensors import MEDIA_NAMES, read_media
+from .media_tensors import MEDIA_NAMES, read_media, refuse_media
 from .request_parameters import ResponseOptions, decode_text, parse_request_parameters, text_of
 
 Chunks = ResponseStream[GenerateChunk]
@@ -41,6 +42,9 @@ class GeneratingModel(Protocol):
 
     @property
     def info(self) -> CoreReady: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     def generate(self, request: GenerateRequest, context: RequestContext) -> Chunks: ...
 
@@ -118,6 +122,7 @@ class TensorLayout:
         model: GeneratingModel,
         output: DirectStream[InferResponse],
     ) -> AsyncGenerator[InferResponse, None]:
+        refuse_media(request.parameters, model.config)
         parsed = parse_infer_request(request, self, TokenLimit(model.info.max_model_len))
         if parsed.ignored:
             context.warn(f"ignored: {', '.join(parsed.ignored)}")

@@ -55,6 +55,16 @@ def with_media(config: ModelConfig, kinds: frozenset[MediaKind], transcribes: bo
     return replace(config, inputs=(*config.inputs, *(spec for spec in own if spec.name not in names)))
 
 
+def refuse_media(parameters: Mapping[str, object], config: ModelConfig) -> None:
+    """Raises `InvalidArgument` for a medium among the parameters of a request, as which a body of `generate` has what
+    the model has no input for."""
+    for kind in MEDIA_INPUTS.keys() & parameters.keys():
+        if parameters[kind] not in (None, "", []):
+            reason = config.refused_media.get(kind, "")
+            message = f"{kind}: model '{config.name}' takes no {kind}"
+            raise InvalidArgument(f"{message} ({reason})" if reason else message, field=kind)
+
+
 def read_media(inputs: Mapping[str, Tensor]) -> tuple[MediaSource, ...]:
     """The media of a request: files first. Raises `InvalidArgument` for what is neither a file nor text, for images
     without pixels, and for more than any prompt may have."""

@@ -464,6 +464,17 @@ REFERENCE = {"type": "tool_reference", "tool_name": "clock"}
 
 
 @pytest.mark.parametrize(
+    "source", [{}, {"type": "base64"}, {"type": "base64", "data": "x"}, {"type": "url", "url": 5}, {"type": "magic"}]
+)
+async def test_an_image_without_a_source_is_refused(client: httpx.AsyncClient, source: dict[str, Any]) -> None:
+    """It was taken for one that the model cannot read, and the client was told nothing."""
+    image = {"type": "image", "source": source}
+    answer = await client.post("/v1/messages", json={"model": "llm", "max_tokens": 5, **said("user", image)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages[1].content[0].source must be {type: base64, ")
+
+
+@pytest.mark.parametrize(
     ("block", "text"),
     [
         (DOCUMENT, "notes\na\nb"),

@@ -15,7 +15,7 @@ from charonia.core.model import ModelConfig
 from charonia.core.request import InferRequest, TextWithMedia
 from charonia.core.tensor import Tensor
 from charonia.engine.client.infer import OWN_LAYOUT, parse_infer_request
-from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, with_media
+from charonia.engine.client.media_tensors import MEDIA_INPUTS, read_media, refuse_media, with_media
 from charonia.engine.vllm.build import VLLM_LAYOUT
 from charonia.media.encoded_file import read_rows
 from charonia.media.image_file import decode_image
@@ -124,6 +124,18 @@ def test_they_belong_to_the_prompt(layout: Any) -> None:
     hears = with_media(replace(config, inputs=()), frozenset({"audio"}), False)
     assert ([spec.name for spec in hears.inputs], hears.media) == (["audio"], {"audio"})
     assert with_media(config, frozenset({"audio"}), True).inputs == layout.inputs
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_a_medium_that_a_model_has_no_input_for_is_named(kind: Any) -> None:
+    """In a body of `generate` it is a parameter; one that asks for nothing may stay."""
+    config = ModelConfig("m", "1", "charonia", refused_media={kind: "no tower"})
+    with pytest.raises(InvalidArgument, match=rf"^{kind}: model 'm' takes no {kind} \(no tower\)$"):
+        refuse_media({kind: "aGk=", "max_tokens": 1}, config)
+    with pytest.raises(InvalidArgument, match=rf"^{kind}: model 'm' takes no {kind}$"):
+        refuse_media({kind: ["aGk="]}, replace(config, refused_media={}))
+    for nothing in (None, "", []):
+        refuse_media({kind: nothing}, config)
 
 
 def test_a_text_without_places_has_them_in_front() -> None:
