@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_088,
     "media": 1_614,
     "scheduler": 2_472,
-    "engine": 31_760,
+    "engine": 31_784,
     "classic_backends": 8_868,
     "ensembles": 1_200,
     "routing": 250,

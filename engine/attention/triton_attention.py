@@ -146,9 +146,7 @@ class TritonStepAttention:
         assert isinstance(angles, TorchAngles), "the C kernels' angles are for the CPU"
         shape = self._specs[self._index[layer]].shape
         if packed.shape[1] == shape.heads:
-            if norm is not None:
-                norm(packed)
-            return self._attend(layer, packed, None, sinks, angles)
+            return self._attend(layer, packed, None, sinks, angles, norm)
         q, k, v = torch.split(packed, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
         return self._attend(layer, q, (k, v), sinks, angles, norm)
 
@@ -162,19 +160,20 @@ class TritonStepAttention:
         norm: QKNorm | None = None,
     ) -> Tensor:
         from ..gpu.attention import attend
-        from ..gpu.cache_write import write_cache
+        from ..gpu.cache_write import rotate_queries, write_cache
         from ..gpu.norm import TritonNorm
 
         at = self._index[layer]
         batch = self._batch.of_group(self._groups[layer]).on_device
         spec = self._specs[at]
         cache = self._layers[layer]
+        place = spec.shape, cache, batch, self._batch.owners
+        normed = None
+        if norm is not None:
+            assert isinstance(norm.norm, TritonNorm), "kernels normalise what they attend to"
+            normed = norm.norm, norm.heads
         if stored is not None:
-            normed = None
-            if norm is not None:
-                assert isinstance(norm.norm, TritonNorm), "kernels normalise what they attend to"
-                normed = norm.norm, norm.heads
-            q = write_cache(spec.shape, cache, batch, self._batch.owners, (q, *stored), rotation, normed)
+            q = write_cache(*place, (q, *stored), rotation, normed)
         elif rotation is not None:
-            q = rotation.rotate(q)
+            q = rotate_queries(*place, q, rotation, normed)
         return attend(spec, cache, batch, self._tiles[at], q, sinks)

@@ -50,6 +50,7 @@ def _write_kernel(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     NORMED: tl.constexpr,
+    FIRST_KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_LINES: tl.constexpr,
     SCALE_LINES: tl.constexpr,
@@ -59,11 +60,11 @@ def _write_kernel(
     DEPENDENT: tl.constexpr = False,
 ):
     """Program (place, kind, n) moves LINES heads of one token: keys, values or queries. ROTARY_DIM 0: nothing is
-    rotated, and no program is for queries. The first NORMED of queries', keys' and values' heads are normalised before,
-    times a line of `weights` each."""
+    rotated, and no program is for queries; FIRST_KIND 2: all are. The first NORMED of queries', keys' and values' heads
+    are normalised before, times a line of `weights` each."""
     begin_dependent(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1)
+    kind = FIRST_KIND + tl.program_id(1)
     owner = tl.load(owners + place)
     offset = place - tl.load(first_places + owner)
     if offset >= tl.load(counts + owner):
@@ -169,6 +170,32 @@ def write_cache(
 
     `owners`, int64 [N]: the row of each place. `rotation`: cos and sin [N, ..., rotary_dim] of `TorchAngles`, by which
     queries and keys are rotated, after `norm` of the first so many heads, all of queries and keys at least."""
+    return _launch(shape, cache, batch, owners, qkv, rotation, norm, 0)
+
+
+def rotate_queries(
+    shape: CacheShape,
+    cache: LayerCache,
+    batch: DeviceBatch,
+    owners: Tensor,
+    q: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    norm: tuple[TritonNorm, int] | None = None,
+) -> Tensor:
+    """What `write_cache` returns, of a layer that stores nothing there."""
+    return _launch(shape, cache, batch, owners, (q, q, q), rotation, norm, 2)
+
+
+def _launch(
+    shape: CacheShape,
+    cache: LayerCache,
+    batch: DeviceBatch,
+    owners: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    rotation: tuple[Tensor, Tensor] | None,
+    norm: tuple[TritonNorm, int] | None,
+    first_kind: int,
+) -> Tensor:
     q, k, v = qkv
     rotated = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (q, q) if rotation is None else rotation
@@ -177,20 +204,20 @@ def write_cache(
     rotary = 0 if rotation is None else cos.shape[-1]
     weights, eps, normed = (q, 0.0, 0) if norm is None else (norm[0].weight, norm[0].eps, norm[1])
     if batch.size:
-        plan = _plan(shape, rotary, normed) | dependent_launch(q.device)
+        plan = _plan(shape, rotary, normed, first_kind) | dependent_launch(q.device)
         heads = shape.heads if rotary else shape.kv_heads
-        write = _write_kernel[batch.size, 3 if rotary else 2, -(-heads // plan["LINES"])]
+        write = _write_kernel[batch.size, (3 if rotary else 2) - first_kind, -(-heads // plan["LINES"])]
         write(q, k, v, rotated, cos, sin, weights, *cache.pointers, *numbers, *strides, eps, **plan)
     return rotated
 
 
-def _plan(shape: CacheShape, rotary: int, normed: int = 0) -> dict[str, Any]:
+def _plan(shape: CacheShape, rotary: int, normed: int = 0, first_kind: int = 0) -> dict[str, Any]:
     """A tile of heads, with a warp for each 256 of its numbers, 1 to 8, and twice as many for codes."""
     dims = next_power_of_2(shape.head_dim)
     most = 16 if dims < 256 or (dims == 256 and shape.codes is None) else 8
     lines = min(next_power_of_2(shape.heads if rotary else shape.kv_heads), most)
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "HEAD_DIM": shape.head_dim, "ROTARY_DIM": rotary}
-    sizes["NORMED"] = normed
+    sizes |= {"NORMED": normed, "FIRST_KIND": first_kind}
     tile = {"LARGEST_CODE": shape.largest_code, "LINES": lines, "DIMS": dims}
     warps = min(max(lines * dims // 256, 1), 8)
     return sizes | shape.blocks | tile | {"num_warps": warps if shape.codes is None else 2 * warps}
@@ -206,6 +233,9 @@ def specialisations() -> Iterator[Specialisation]:
             for weights, normed in ((kind, of_keys), ("fp32", of_keys), (kind, of_keys + shape.kv_heads)):
                 plan = _plan(shape, shape.head_dim, normed)
                 yield Specialisation.of_plan(_write_kernel, _types(kind, shape, weights), plan, least=least)
+            for normed in (0, shape.heads):
+                plan = _plan(shape, shape.head_dim, normed, 2)
+                yield Specialisation.of_plan(_write_kernel, _types(kind, shape), plan, least=least)
 
 
 def _types(kind: str, shape: CacheShape, weights: str = "") -> dict[str, str]:

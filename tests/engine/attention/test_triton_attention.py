@@ -188,18 +188,18 @@ def test_norms_of_heads_go_with_the_write(
     interpreted: None, kept: str, dtype: torch.dtype, turned: float, of_values: bool, wide: bool
 ) -> None:
     """To the bits of a launch before it, and of each row alone, whatever is beside it; values are normalised, too, or
-    left."""
+    left. And of queries alone, of a layer that attends to what another stored."""
     from charonia.engine.gpu.norm import TritonNorm
 
     shape, rows = spec(kv_cache_dtype=kept, dtype=dtype), [(5, 3), (40, 1), (0, 20)]
     heads = 10 if of_values else 8
     weights = 1 + random(heads, 16).to(torch.float32 if wide else dtype)
-    norm = QKNorm(TritonNorm(weights, 1e-6), heads)
+    norm, of_queries = QKNorm(TritonNorm(weights, 1e-6), heads), QKNorm(TritonNorm(weights[:6], 1e-6), 6)
     rotary = TorchRotary(RopeSpec(partial_rotary_factor=turned), 16, 64, dtype, CPU)
     packed = random(24, 10, 16).to(dtype)
     found = []
     for own, pieces in ((norm, [[0, 1, 2]]), (None, [[0, 1, 2]]), (norm, [[0], [1], [2]])):
-        pair, outputs = Pair(shape, rows), []
+        pair, outputs, later = Pair(shape, rows), [], []
         for chosen in pieces:
             batch = pair.batch([rows[row] for row in chosen], chosen)
             first = sum(count for _, count in rows[: chosen[0]])
@@ -207,7 +207,10 @@ def test_norms_of_heads_go_with_the_write(
             if own is None:
                 norm(mine)
             attention = pair.backends[0].begin_step(batch)
-            outputs.append(attention.apply_rope_and_attend(0, mine, rotary(batch.positions), None, own))
+            angles, queries = rotary(batch.positions), mine[:, :6].contiguous()
+            outputs.append(attention.apply_rope_and_attend(0, mine, angles, None, own))
+            later.append(attention.apply_rope_and_attend(0, queries, angles, None, own and of_queries))
+        assert all(map(torch.equal, outputs, later))
         found.append((torch.cat(outputs), lines_of(pair.backends[0]).clone(), scales_of(pair.backends[0]).clone()))
     for other in found[1:]:
         for one, same in zip(found[0], other, strict=True):

