@@ -22,6 +22,8 @@ from .config_io import CONFIG_FILE_NAMES, complete_fields, find_config, line_of,
 log = logging.getLogger(__name__)
 
 VERSION_NAME = re.compile(r"[1-9][0-9]*")
+_IN_A_VERSION = re.compile(r".+\.(onnx|pt2?|py|xml|gguf|safetensors|savedmodel|bin|plan)")
+"""Names of files that stand in versions."""
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
 _DATA_FOLDERS = ("warmup", "initial_state")
 _PIN = "keep_in_memory"
@@ -109,14 +111,17 @@ def read_model(
     """The source of a model directory; `override` replaces its config. `place`: where it was downloaded from; `routed`:
     the versions that routes name. Raises `InvalidArgument` if the directory is no model; the message names file, line
     and field."""
-    config, file = _read_config(directory, override, config_name)
+    try:
+        config, file = _read_config(directory, override, config_name)
+    except InvalidArgument as error:  # of a checkpoint's config.json, perhaps
+        raise InvalidArgument(error.message + _misplacement(directory)) from None
     try:
         if config["name"] not in ("", directory.name):
             message = f"unexpected directory name '{directory.name}' for model '{config['name']}', "
             raise InvalidArgument(f"{message}directory name must equal model name", field="name")
         config = {**config, "name": directory.name}
         present = find_versions(directory)
-        chosen = _choose_versions(config, present, find_misnamed_versions(directory))
+        chosen = _choose_versions(config, present, _misplacement(directory))
         served = _with_routed(chosen, present, routed)
         config = fill_backend(config, directory / str(served[0]))
         pinned = _read_pin(config)
@@ -156,14 +161,14 @@ def read_served_versions(
     does."""
     config, file = _read_config(directory, override, config_name)
     try:
-        return _with_routed(_choose_versions(config, present, ()), present, routed)
+        return _with_routed(_choose_versions(config, present), present, routed)
     except InvalidArgument as error:
         raise with_config_position(error, file) from None
 
 
-def _choose_versions(config: RawConfig, present: Sequence[int], misnamed: Sequence[str]) -> list[int]:
+def _choose_versions(config: RawConfig, present: Sequence[int], hint: str = "") -> list[int]:
     """The versions that the config's policy serves, lowest first; without a policy the latest. Raises `InvalidArgument`
-    if none of them is there."""
+    if none of them is there, with a `hint` of what may be wrong with the folder."""
     policy, name = config.get("version_policy", {}), config["name"]
     if "all" in policy:
         served = [*present]
@@ -179,7 +184,6 @@ def _choose_versions(config: RawConfig, present: Sequence[int], misnamed: Sequen
         served = [*present[-max(count, 1) :]]
     if not served:
         message = f"at least one version must be available under the version policy of model '{name}'"
-        hint = f"; '{misnamed[0]}' is none, for it begins with 0" if misnamed else ""
         raise InvalidArgument(message + hint, field="version_policy")
     return served
 
@@ -201,6 +205,17 @@ def find_misnamed_versions(model: Path) -> list[str]:
 def _folders(model: Path, name: re.Pattern[str]) -> list[str]:
     entries = model.iterdir() if model.is_dir() else ()
     return [entry.name for entry in entries if name.fullmatch(entry.name) and entry.is_dir()]
+
+
+def _misplacement(model: Path) -> str:
+    """The end of a message about a model's folder without versions: a file or a folder that should be in one, or be
+    one."""
+    if find_versions(model):
+        return ""
+    if misnamed := find_misnamed_versions(model):
+        return f"; '{misnamed[0]}' is none, for it begins with 0"
+    loose = sorted(entry.name for entry in model.iterdir() if _IN_A_VERSION.fullmatch(entry.name))
+    return f"; '{loose[0]}' belongs into the folder of a version: {model.name}/1/{loose[0]}" if loose else ""
 
 
 def file_stamps(path: Path, root: Path) -> list[tuple[str, int, int]]:

@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_868,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_885,
+    "repository": 4_895,
     "api": 10_606,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,

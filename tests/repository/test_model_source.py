@@ -104,6 +104,23 @@ def test_what_is_wrong_is_named(tmp_path: Path, config: str | None, versions: li
 
 
 @pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["model.onnx", "config.pbtxt"], "'m'; 'model.onnx' belongs into the folder of a version: m/1/model.onnx"),
+        (["config.json", "a.safetensors"], "; 'a.safetensors' belongs into the folder of a version: m/1/a.safetensors"),
+        (["labels.txt", "config.pbtxt"], "under the version policy of model 'm'"),
+    ],
+)
+def test_files_beside_the_place_of_versions_are_named(tmp_path: Path, files: list[str], says: str) -> None:
+    folder = make(tmp_path, "m", None)
+    for file in files:
+        (folder / file).write_text('{"architectures": ["LlamaForCausalLM"]}' if file == "config.json" else "")
+    with pytest.raises(InvalidArgument) as caught:
+        read_model(folder)
+    assert caught.value.message.endswith(says)
+
+
+@pytest.mark.parametrize(
     ("name", "config", "file", "backend", "platform", "filename"),
     [
         ("m", "", "model.onnx", "onnxruntime", "onnxruntime_onnx", "model.onnx"),
