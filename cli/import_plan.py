@@ -158,9 +158,8 @@ def file_plan(file: Path) -> ImportPlan:
         raise Unsupported(f"'{file}' is a pickle, which runs whatever it says: --trust-pickle makes a checkpoint of it")
     if file.suffix not in MODEL_FILES:
         hint = "; of a checkpoint, name the directory" if file.suffix in (".safetensors", ".bin", ".json") else ""
-        raise InvalidArgument(
-            f"'{file}' is no model that is known here: those end with {', '.join((*MODEL_FILES, GGUF_SUFFIX))}{hint}"
-        )
+        known = f"{', '.join((*MODEL_FILES, '.xml'))} or {GGUF_SUFFIX}, or are a forest's .json, .ubj, .txt or .tl"
+        raise InvalidArgument(f"'{file}' is no model that is known here: those end with {known}{hint}")
     place = MODEL_FILES[file.suffix]
     files = [ImportedFile(file, f"1/{place}")]
     if file.suffix == ".onnx":

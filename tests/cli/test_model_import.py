@@ -169,9 +169,11 @@ def test_nothing_stays_of_what_cannot_be_served(
 
 
 def test_other_files_are_told_apart(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "model.h5"):
+    for name in ("model.safetensors", "model.h5", "model.json"):
         file = spoiled(tmp_path, name) / name
-        with pytest.raises(InvalidArgument, match=r"is no model that is known here: those end with \.onnx, \.pt"):
+        with pytest.raises(
+            InvalidArgument, match=r"those end with \.onnx, .*, \.xml or \.gguf, or are a forest's \.json"
+        ):
             plan_import(file)
 
 
