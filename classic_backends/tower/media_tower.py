@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.errors import Unavailable
-from ...core.media import Encodable
+from ...core.errors import NotReady, Unavailable
+from ...core.media import Encodable, plural_nouns
 from ...core.media_models import AlignedWindow, EncodedMedium, TowerSpec
 from ...core.metrics import Reading
 from ...core.model import MemoryNeed, ReservedMemory
@@ -154,9 +154,13 @@ class MediaTower:
         own = RequestContext(_ENDPOINT)
         own.tenant, own.background = context.tenant, context.background
         outputs: dict[str, Any] = {}
-        async with aclosing(self._responses(inputs, own)) as responses:
-            async for response in responses:
-                outputs |= read_response(response.outputs)
+        try:
+            async with aclosing(self._responses(inputs, own)) as responses:
+                async for response in responses:
+                    outputs |= read_response(response.outputs)
+        except NotReady as error:  # whose message is for clients of a model of tensors
+            nouns = plural_nouns(self._spec.kinds) or "texts"
+            raise NotReady(f"what encodes {nouns} for this model has ended, and is being started again") from error
         return outputs
 
     def _responses(self, inputs: Arrays, context: RequestContext) -> Any:

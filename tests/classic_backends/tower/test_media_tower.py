@@ -11,7 +11,7 @@ import pytest
 
 from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD
 from charonia.classic_backends.tower.media_tower import MediaTower
-from charonia.core.errors import InvalidArgument, Unavailable
+from charonia.core.errors import InvalidArgument, NotReady, Unavailable
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import EncodedMedium, TowerSpec
 from charonia.core.request_context import RequestContext
@@ -160,6 +160,19 @@ async def test_errors_reach_all_who_wait_and_are_not_kept(llava: Path) -> None:
         await made.unload()
         with pytest.raises(Unavailable):
             await waiting
+
+
+async def test_a_lost_process_is_named_as_what_encodes(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has sent an image knows nothing of instances, nor of an id of a tensors' request."""
+
+    async def lost(inputs: Any, context: RequestContext) -> AsyncIterator[Any]:
+        raise NotReady("[request id: <id_unknown>] the model's instances have ended unexpectedly")
+        yield
+
+    async with tower(llava) as made:
+        monkeypatch.setattr(made, "_responses", lost)
+        with pytest.raises(NotReady, match=r"^what encodes images for this model has ended"):
+            await made.encode(medium(1), context())
 
 
 @pytest.mark.parametrize("execution", [THREAD, pytest.param(ISOLATED, marks=pytest.mark.proof)])
