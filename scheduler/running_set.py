@@ -80,6 +80,7 @@ class RunningSet:
         self.decode_limit = _counter(size)  # tokens it may have scheduled as a decoding row; 0: none, or awaits results
         self.capacity = _counter(size)  # tokens its blocks hold
         self.slid = _counter(size)  # spans whose tokens no sliding layer sees any more
+        self.next_slide_at = np.full(size, UNLIMITED, np.int32)  # computed tokens after which there is another one
         self.reserved_tokens = _counter(size)  # tokens its admission counted on
         self.max_in_flight = _counter(size)  # plans in flight that may have the row: one, if it is constrained
         self.drafts_from = np.full(size, UNLIMITED, np.int32)  # tokens known when it may have drafts, if it ever may
@@ -162,7 +163,7 @@ class RunningSet:
         self.scheduled[row] = self.computed[row] = self.capacity[row] = cached
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
-        self.slid[row] = table.slid
+        self._note_slid(row)
         if self.states is not None:
             self.states.enter(row, sequence, table, self.waiting.first(FORKS_LOOKED_AT))
         self.max_in_flight[row] = 1 if spec.constrained else self.most_in_flight
@@ -213,10 +214,25 @@ class RunningSet:
         self.capacity[row] = self.cache.spans_of(table) * self.cache.block_size
         return table.blocks[before:]
 
+    def slide(self) -> None:
+        """Give up blocks that are behind the window of all tokens to come."""
+        if self.cache.sliding is None:
+            return
+        for row in (self.computed >= self.next_slide_at).nonzero()[0].tolist():
+            self.cache.sliding.slide(self.tables[row], int(self.computed[row]))
+            self._note_slid(row)
+
+    def _note_slid(self, row: int) -> None:
+        slid, groups = self.tables[row].slid, self.cache.groups
+        self.slid[row] = slid
+        if groups.sliding:
+            self.next_slide_at[row] = (slid + 1) * self.cache.block_size + groups.window - 1
+
     def remove(self, row: int) -> None:
         """End a row's stay: it is released at once, or when the last plan in flight that has it is applied."""
         self.running[row] = False
         self.decode_limit[row] = 0
+        self.next_slide_at[row] = UNLIMITED
         self.prefilling.discard(row)
         self.releasing.add(row)
         self.constrained.stop(row)
@@ -330,7 +346,8 @@ class RunningSet:
         assert self.decode_limit[row] == (limit - 1 if decodes else 0)
         assert scheduled <= self.capacity[row] == self.cache.spans_of(table) * size
         assert self.slid[row] == table.slid
-        assert self.next_commit_at[row] == (table.committed + 1) * size or not self.cache.prefix_caching
+        assert self.computed[row] < self.next_slide_at[row]
+        assert self.next_commit_at[row] == (table.committed + 1) * size
 
 
 def _counter(size: int) -> IntArray:

@@ -258,27 +258,23 @@ class Scheduler:
         if not self._fairness.single_tenant and updates.keys:
             slots = [self._live[key].tenant_slot for key in updates.keys]
             self._fairness.charge_outputs(slots, updates.counts)
-        self._settle_full_blocks(flight)
+        self._commit_full_blocks(flight)
+        rows.slide()
         for key, _ in updates.finished:
             self._end(key)
         rows.release_settled()
         return updates
 
-    def _settle_full_blocks(self, flight: InFlightStep) -> None:
-        """Make blocks that became full findable, and the states that `flight` kept; give up blocks that are behind the
-        window of all tokens to come."""
-        rows, cache = self._rows, self._cache
-        if not cache.prefix_caching and cache.sliding is None:
+    def _commit_full_blocks(self, flight: InFlightStep) -> None:
+        """Make blocks that became full findable, and the states that `flight` kept."""
+        rows, size = self._rows, self._cache.block_size
+        if not self._cache.prefix_caching:
             return
         committed = list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
-            table, full = rows.tables[row], int(rows.computed[row]) // cache.block_size
-            if cache.prefix_caching:
-                committed += self._commit(rows.sequences[row], table, full)
-            if cache.sliding is not None:
-                cache.sliding.slide(table, int(rows.computed[row]))
-                rows.slid[row] = table.slid
-            rows.next_commit_at[row] = (full + 1) * cache.block_size
+            full = int(rows.computed[row]) // size
+            committed += self._commit(rows.sequences[row], rows.tables[row], full)
+            rows.next_commit_at[row] = (full + 1) * size
         if flight.saves and rows.states is not None:
             rows.states.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)
         self._waiting.wake(committed)

@@ -100,12 +100,15 @@ def test_what_admission_promises_is_counted_in_blocks_of_every_group() -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_long_sequence_holds_its_window_and_what_is_being_computed(prefix_caching: bool) -> None:
-    one = trial(blocks=16, groups=LayerGroups(full=0, sliding=1, window=9), prefix_caching=prefix_caching)
-    one.arrive(family=0, prompt=8, new=150, priority=0)
+def test_a_block_is_given_up_as_soon_as_no_token_sees_it(prefix_caching: bool) -> None:
+    one = trial(blocks=16, groups=LayerGroups(full=0, sliding=1, window=7), prefix_caching=prefix_caching)
+    one.arrive(family=0, prompt=8, new=150)
     while one.scheduler.has_work:
         turn(one)
-        assert one.cache.blocks - one.cache.free_blocks <= 4
+        held, rows = one.cache.blocks - one.cache.free_blocks, one.scheduler._rows
+        for row, table in rows.tables.items():
+            assert table.slid == max(int(rows.computed[row]) + 1 - 7, 0) // 4
+            assert held == len(table.blocks) - table.slid <= 3
     assert one.scheduler.totals.preemptions == 0
 
 
