@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from charonia.engine.checkpoint.build_context import BuildContext
@@ -44,7 +44,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
     ("model_type", "architecture", "changes", "says"),
     [
         ("umt5", "UMT5ForConditionalGeneration", {}, "an encoder and a decoder"),
-        ("paligemma", "PaliGemmaForConditionalGeneration", {}, "more than text"),
+        ("paligemma", "PaliGemmaForConditionalGeneration", {}, "told apart by token_type_ids"),
         ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
         ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
         ("gpt_neox", "GPTNeoXForSequenceClassification", {}, "is GPTNeoXForCausalLM"),
@@ -114,7 +114,7 @@ class Layers:
     queries, keys and values."""
 
     def __init__(self, *layers: tuple[tuple[int, int], tuple[int, int], tuple[int, int]], **said: Any) -> None:
-        self.config, self.device = SimpleNamespace(num_hidden_layers=len(layers)), "cpu"
+        self.config, self.device = PreTrainedConfig(num_hidden_layers=len(layers)), "cpu"
         self._layers, self._said = layers, said
 
     def __call__(self, input_ids: torch.Tensor, attend: Any, **_: Any) -> None:
