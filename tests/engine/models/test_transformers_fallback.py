@@ -45,7 +45,7 @@ def build(directory: Path, dtype: torch.dtype = torch.float32) -> BuiltDecoder:
     [
         ("umt5", "UMT5ForConditionalGeneration", {}, "an encoder and a decoder"),
         ("paligemma", "PaliGemmaForConditionalGeneration", {}, "told apart by token_type_ids"),
-        ("fuyu", "FuyuForCausalLM", {}, "more than text"),
+        ("emu3", "Emu3ForCausalLM", {}, "more than text"),
         ("bert", "BertForMaskedLM", {}, "of type bert is BertLMHeadModel"),
         ("vit", "ViTForImageClassification", {}, "no causal language model of type vit"),
         ("gpt_neox", "GPTNeoXForSequenceClassification", {}, "is GPTNeoXForCausalLM"),
