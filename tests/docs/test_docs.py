@@ -65,6 +65,7 @@ PAGES = (
     "repositories.md",
     "tools-and-reasoning.md",
     "architecture.md",
+    "inside.md",
     "images.md",
     "speech.md",
     "life-of-a-request.md",
@@ -73,6 +74,8 @@ PAGES = (
     "capacity.md",
     "extending.md",
 )
+MAPS = ("architecture.md", "inside.md", "life-of-a-request.md")
+"""Which files there are, and what they do."""
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
 MANNERS = ("streaming", "exclude_input_from_output")
 """Other names of what does not choose tokens."""
@@ -106,7 +109,7 @@ def leads_somewhere(source: Any, link: str, page: Callable[[str], Any]) -> bool:
     return target.exists() and (not anchor or anchor in page(str(target.resolve())).headings())
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "life-of-a-request.md", "../CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", [*MAPS, "../CONTRIBUTING.md"])
 def test_files_that_are_named_exist(root: Path, page: Any, name: str) -> None:
     """A name without a folder is that of some file: a row's other names say where."""
     folders = [package.parent for package in root.glob("*/__init__.py")]
@@ -135,7 +138,7 @@ def test_names_of_files_stand_beside_the_one_before(root: Path, page: Any) -> No
     assert rows_read > 50
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "life-of-a-request.md", "../CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", [*MAPS, "../CONTRIBUTING.md"])
 def test_what_is_named_in_a_file_is_defined_there(root: Path, page: Any, name: str) -> None:
     """`Thing` in `file`, or `Thing` (`file`): a class, function, constant, field, member, or a name in C."""
     named = set(NAME_IN_FILE.findall(re.sub(r"\s+", " ", page(name).text)))
@@ -344,7 +347,7 @@ def test_every_output_stands_there(page: Any) -> None:
     assert [spec.name for spec in infer.OWN_LAYOUT.output_specs if spec.name not in said] == []
 
 
-# architecture.md, life-of-a-request.md
+# architecture.md, inside.md, life-of-a-request.md
 
 
 def source_files(text: str) -> set[str]:
@@ -352,7 +355,7 @@ def source_files(text: str) -> set[str]:
 
 
 def test_every_file_that_the_maps_name_is_there(root: Path, page: Any) -> None:
-    named = source_files(page("architecture.md").text) | source_files(page("life-of-a-request.md").text)
+    named = {file for name in MAPS for file in source_files(page(name).text)}
     assert sorted(name for name in named if "/" in name and not (root / name).is_file()) == []
 
 
