@@ -118,7 +118,7 @@ BUDGETS = {
     "media": 1_614,
     "scheduler": 2_483,
     "engine": 31_784,
-    "classic_backends": 8_871,
+    "classic_backends": 8_878,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_895,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -84,17 +85,22 @@ class PackedPatches(nn.Module):
 
 
 def _pack_layers(tower: nn.Module) -> None:
-    """Packs each layer that can be; what is only derived from one may be read by others, and stays."""
-    packed: dict[nn.Module, nn.Module] = {}
-    for module in tower.modules():
-        if type(module) is nn.Linear and module.weight.numel():
-            packed[module] = PackedLinear(module)
-        elif isinstance(module, nn.Conv2d | nn.Conv3d) and _parts_patches(module):
-            packed[module] = PackedPatches(module)
-    for module in list(tower.modules()):
+    """Packs each layer that can be, and lets go of it before the next: one weight at a time is there twice. What is
+    only derived from such a layer may compute otherwise, or be read by others, and stays."""
+    packed: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+    for module in [module for module in tower.modules() if module._modules]:
         for name, child in module._modules.items():
-            if child in packed:
-                setattr(module, name, packed[child])
+            if child is not None and (layer := packed.get(child) or _packed(child)) is not None:
+                packed[child] = layer
+                setattr(module, name, layer)
+
+
+def _packed(module: nn.Module) -> nn.Module | None:
+    if type(module) is nn.Linear and module.weight.numel():
+        return PackedLinear(module)
+    if (type(module) is nn.Conv2d or type(module) is nn.Conv3d) and _parts_patches(module):
+        return PackedPatches(module)
+    return None
 
 
 def _parts_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:
@@ -135,9 +141,11 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: tensors [batch, heads, tokens, size] -> [batch, tokens, heads, size].
-    `cu_seq_lens_q`: the bounds of windows within a batch of one. What has a mask or an order is torch's matter."""
+    `cu_seq_lens_q`: the bounds of windows within a batch of one. What has a mask or an order, or attends to
+    others' keys, is torch's matter."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or causal or others.get("position_bias") is not None:
+    masked = attention_mask is not None or others.get("position_bias") is not None
+    if masked or causal or query.shape[2] != key.shape[2]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         rest = {"scaling": scaling, "is_causal": is_causal, **others}
@@ -157,7 +165,8 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale
     out = torch.empty(v.shape, dtype=v.dtype)
     begins: dict[int, list[int]] = {}
     for begin, end in pairwise(bounds):
-        begins.setdefault(end - begin, []).append(begin)
+        if end > begin:
+            begins.setdefault(end - begin, []).append(begin)
     heads = q.shape[1]
     for length, windows in begins.items():
         if length >= _LONG_WINDOW:
@@ -166,7 +175,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale
                 for head in range(heads):
                     _attend_long_window(q[window, head], k[window, head], v[window, head], scale, out[window, head])
             continue
-        for some in torch.split(torch.tensor(windows), max(1, _SCORES // (heads * max(1, length) ** 2))):
+        for some in torch.split(torch.tensor(windows), max(1, _SCORES // (heads * length**2))):
             places = (some[:, None] + torch.arange(length)).flatten()
             shape = (len(some), length, heads, -1)
             queries, keys, values = (tensor[places].view(shape).transpose(1, 2) for tensor in (q, k, v))

@@ -143,7 +143,6 @@ class MediaTower:
             self._encoded += 1
             self._seconds += time.monotonic() - began
             self._keep(key, encoded)
-            release_memory_soon()  # a tower on the host keeps what it frees
             return encoded
         finally:
             running = self._running.get(key)
@@ -161,6 +160,8 @@ class MediaTower:
         except NotReady as error:  # whose message is for clients of a model of tensors
             nouns = plural_nouns(self._spec.kinds) or "texts"
             raise NotReady(f"what encodes {nouns} for this model has ended, and is being started again") from error
+        finally:
+            release_memory_soon()  # a tower on the host keeps what it frees, whatever became of the request
         return outputs
 
     def _responses(self, inputs: Arrays, context: RequestContext) -> Any:

@@ -14,7 +14,7 @@ from ...core.errors import Internal, InvalidArgument
 from ...core.media import FEATURES, MediaKind
 from ...core.media_models import HEARING_FAMILIES, SEEING_FAMILIES, WRITING_FAMILIES
 from ...core.runtime import Arrays
-from ...processes.host import keep_large_blocks, map_large_blocks_separately
+from ...processes.host import keep_large_blocks, map_large_blocks_separately, release_free_memory
 from .hearing_modules import load_gemma3n_ear, sound_features
 from .host_products import compute_on_host
 from .lean_imports import lean_imports
@@ -29,7 +29,7 @@ _PARTS: Mapping[MediaKind, str] = {"image": "vision_config", "audio": "audio_con
 """By kind of media, the part of a configuration that has its tower."""
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch's variable, read before its first large tensor: large ones lie in huge pages."""
+"""torch's variable, read for its first tensor: large ones lie in huge pages."""
 
 LoadTower: TypeAlias = Callable[[TowerFiles, torch.dtype, str], tuple[TowerModule, ...]]
 """Loads the tower of a checkpoint to compute in a dtype, on a device: a part for each kind of media."""
@@ -103,6 +103,7 @@ class Tower:
             map_large_blocks_separately()
         with lean_imports():
             self._modules = load(files, self._dtype, device)
+        release_free_memory()  # of weights as they were read, and before they were packed
 
     @torch.inference_mode()
     def encode(self, media: Sequence[Arrays]) -> list[MediumRows]:

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from charonia.classic_backends.tower.host_products import (
     PackedLinear,
     PackedPatches,
+    _pack_layers,
     attend,
     attend_windows,
     compute_on_host,
@@ -30,9 +32,10 @@ def tokens(count: int, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_windows_are_attended_to_by_themselves(dtype: torch.dtype) -> None:
     bounds = [0]
-    for length in (16, 8, 700, 16, 128, 1, 8, 16):
+    for length in (16, 8, 700, 0, 16, 128, 1, 0, 8, 16):
         bounds.append(bounds[-1] + length)
     q, k, v = tokens(bounds[-1], dtype)
+    v = v[..., :13]
     made = attend_windows(q, k, v, bounds, 0.3)
     for begin, end in pairwise(bounds):
         wide = (part[begin:end].transpose(0, 1).double() for part in (q, k, v))
@@ -62,6 +65,14 @@ def test_attention_in_transformers_form() -> None:
     ordered, _ = attend(module, q, *shared, None)
     expected = F.scaled_dot_product_attention(q, *shared, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(ordered, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 30), (1, 16)])
+def test_attention_to_others_keys_is_torchs(queries: int, keys: int) -> None:
+    """As a few queries of a projector ask all patches."""
+    q, k, v = (torch.randn(2, 4, count, SIZE) for count in (queries, keys, keys))
+    rows, _ = attend(nn.Module(), q, k, v, None, is_causal=False)
+    torch.testing.assert_close(rows, F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
 
 
 class Model(nn.Module):
@@ -95,6 +106,32 @@ def test_linear_layers_are_packed(dtype: torch.dtype) -> None:
     torch.testing.assert_close(model(x), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert model(x[:, :0]).shape == (2, 0, 7)
     assert "flash" in model.config.vision_config._attn_implementation
+
+
+def test_a_weight_is_let_go_of_when_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(8, 8, 2, 2)) for _ in range(3)))
+    model.requires_grad_(False).append(model[0][0])
+    weights = [ref(parameter) for parameter in model.parameters() if parameter.dim() > 1]
+    there: list[int] = []
+
+    def pack(weight: Tensor) -> Tensor:
+        there.append(sum(held() is not None for held in weights))
+        return weight.clone()
+
+    monkeypatch.setattr("charonia.classic_backends.tower.host_products._pack", pack)
+    _pack_layers(model)
+    assert there == [6, 5, 4, 3, 2, 1]
+    assert model[3] is model[0][0], "a layer of two"
+
+
+def test_what_is_derived_from_a_convolution_stays() -> None:
+    class Doubled(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Doubled(3, 8, 2, 2))
+    _pack_layers(model)
+    assert type(model[0]) is Doubled
 
 
 @pytest.mark.parametrize("size", [(1, 28, 14), (2, 30, 17)])

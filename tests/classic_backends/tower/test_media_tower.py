@@ -112,7 +112,10 @@ async def test_memory_is_given_back_some_time_after(llava: Path, monkeypatch: py
     async with tower(llava) as made:
         for _ in range(2):
             await made.encode(medium(1), context())
-    assert asked == [True], "the second one is kept"
+        assert asked == [True], "the second one is kept"
+        with pytest.raises(InvalidArgument):
+            await made.encode(medium(2, size=30), context())
+        assert asked == [True, True]
 
 
 async def test_tenants_share_if_the_operator_says_so(llava: Path) -> None:

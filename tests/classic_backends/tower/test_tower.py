@@ -75,6 +75,14 @@ def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
         tower.encode([{"pixel_values": torch.zeros(1, 3, 30, 30).numpy()}])
 
 
+def test_memory_of_loading_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on the host keeps what it frees: it would hold the weights twice until pictures have come."""
+    released: list[bool] = []
+    monkeypatch.setattr("charonia.classic_backends.tower.tower.release_free_memory", lambda: released.append(True))
+    Tower(read_tower_files(write_seeing(tmp_path, "llava"), "auto"), "cpu", together=False)
+    assert released == [True]
+
+
 @pytest.mark.parametrize("style", ["awq", pytest.param("gptq", marks=pytest.mark.proof)])
 def test_a_tower_beside_a_quantised_language_part(tmp_path: Path, style: str) -> None:
     """As such checkpoints are published: the tower's weights stand as they are beside packed ones."""
