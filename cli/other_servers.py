@@ -12,11 +12,12 @@ _MODEL = "the argument without a flag"
 _LENGTH = "--max-model-len, of one text"
 _ROWS = "--max-num-seqs"
 _STEP = "--max-num-batched-tokens"
-_ENCODER = "--backend encoder, for vectors and scores"
+_ENCODER = "--backend encoder, for vectors and scores; nothing for text"
 _CONFIG = f"{_NOT_SERVED}{NOT_SERVED['hf_overrides']}"
 _REQUEST = "a field of requests"
 _FORMS = f"{_NO_EFFECT}one library holds answers to a form, llguidance"
 _COMPILED = f"{_NO_EFFECT}nothing is compiled"
+_GRAPHS = f"{_NO_EFFECT}steps are captured as CUDA graphs when they first come; --enforce-eager turns that off"
 _OWN_CODE = f"{_NOT_SERVED}packages bring code of their own by entry points"
 _SCHEDULED = f"{_NO_EFFECT}steps are scheduled by one rule"
 _ALWAYS = f"{_NO_EFFECT}it is always so"
@@ -35,6 +36,7 @@ _OF_VLLM = {
     "--data-parallel-size": "-dp",
     "--enable-expert-parallel": "-ep",
     "--kv-cache-bytes": "--kv-cache-memory-bytes",
+    "--kv-cache-host-bytes, in bytes": "--kv-offloading-size",
     "--kv-cache-blocks": "--num-gpu-blocks-override",
     "--ahead 1": "--async-scheduling",
     "the variable HF_TOKEN": "--hf-token",
@@ -68,7 +70,8 @@ _OF_VLLM = {
     _OWN_CODE: "--tool-parser-plugin --reasoning-parser-plugin --logits-processors --middleware",
     f"{_NOT_SERVED}a proxy may listen on a socket of files": "--uds",
     _FORMS: "--guided-decoding-backend --structured-outputs-config",
-    _COMPILED: "--max-seq-len-to-capture --cudagraph-capture-sizes --optimization-level -cc -O",
+    _COMPILED: "--optimization-level -cc -O",
+    _GRAPHS: "--max-seq-len-to-capture --cudagraph-capture-sizes",
     _SCHEDULED: "--num-scheduler-steps --max-num-partial-prefills --preemption-mode",
     f"{_NO_EFFECT}tokens merge where a reader is slow": "--stream-interval",
     f"{_NO_EFFECT}blocks are found by one hash": "--prefix-caching-hash-algo",
@@ -81,7 +84,7 @@ _OF_SGLANG = {
     _LENGTH: "--context-length",
     "--gpu-memory-utilization": "--mem-fraction-static",
     _ROWS: "--max-running-requests",
-    "--kv-cache-blocks": "--max-total-tokens",
+    "--kv-cache-blocks, each of --block-size tokens": "--max-total-tokens",
     _STEP: "--chunked-prefill-size --max-prefill-tokens",
     "--block-size": "--page-size",
     "--tensor-parallel-size": "--tp --tp-size",
@@ -105,7 +108,7 @@ _OF_TENSORRT_LLM = {
 _OF_LLAMA_CPP = {
     _MODEL: "-m",
     f"{_MODEL}, owner/name:Q4_K_M": "-hf --hf-repo",
-    "--model-repository": "--models-dir",
+    "--model-repository, into which charonia import puts models": "--models-dir",
     "--served-model-name": "-a --alias",
     _LENGTH: "-c --ctx-size",
     _ROWS: "-np --parallel",
