@@ -1,7 +1,7 @@
 """How a program wants its tokens chosen, in the names and with the defaults that vLLM's offline users know."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -61,8 +61,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         return cls(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 
     def clone(self) -> "SamplingParams":
-        """One with the same values."""
-        return copy(self)
+        """One with the same values, which shares none."""
+        return deepcopy(self)
 
     def to_sampling(self) -> sampling.SamplingParams:
         """As requests have it. Raises `InvalidArgument` for a wrong value; `field` names it."""

@@ -198,5 +198,7 @@ def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "refusal":
         return convert_fields(part, _RefusalPart, where).refusal
     if isinstance(part, dict) and part.get("type") not in (None, "text"):
-        raise field_error(f"{where}.type", part_complaint(part["type"], (*_TEXT_SHAPES, *MEDIA_SHAPES)))
+        # A medium comes here where there may be none, as in a prediction.
+        kinds = _TEXT_SHAPES if _is_medium(part) else (*_TEXT_SHAPES, *MEDIA_SHAPES)
+        raise field_error(f"{where}.type", part_complaint(part["type"], kinds))
     return convert_fields(part, _TextPart, where).text

@@ -231,13 +231,15 @@ class InputMessages:
         return "\n".join(self._part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
 
     def _part_text(self, part: Any, where: str) -> str:
-        members: JsonObject = part if isinstance(part, dict) else {}
+        if not isinstance(part, dict):
+            raise field_error(where, "must be an object")
+        members: JsonObject = part
         kind = members.get("type", "text")
         if isinstance(kind, str) and kind in _UNSEEN_PARTS:
             what = _UNSEEN_PARTS[kind]
             self._warnings.setdefault(UNSEEN_WARNING.format(what), where)
             return UNSEEN.format(what)
-        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise field_error(f"{where}.type", part_complaint(kind, (*_TEXT_PARTS, *_UNSEEN_PARTS)))
         reject_unsupported(members, _PART_FIELDS, {}, f"{where}.")
         return _string(members, _TEXT_PARTS[kind], where)

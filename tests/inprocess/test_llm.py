@@ -262,6 +262,8 @@ def test_a_classifier_makes_classes(sibling: Callable[[str], ModuleType], tmp_pa
 
 
 def test_sampling_parameters_are_cloned() -> None:
-    params = SamplingParams(max_tokens=3, stop=["a"])
+    stop = ["a"]
+    params = SamplingParams(max_tokens=3, stop=stop)
     params.clone().max_tokens = 4
     assert params == SamplingParams(max_tokens=3, stop=["a"]) == params.clone()
+    assert params.clone().stop is not stop

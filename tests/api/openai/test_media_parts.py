@@ -123,6 +123,15 @@ async def test_videos_are_refused_by_name(client: httpx.AsyncClient, kind: str) 
         assert (error["param"], "no model here takes videos" in error["message"]) == (field, True), error
 
 
+async def test_what_is_no_part_that_may_be_here_is_told(client: httpx.AsyncClient) -> None:
+    error = (await ask(client, RESPONSES, [{"role": "user", "content": [5]}])).json()["error"]
+    assert error["message"] == "input[0].content[0] must be an object"
+    said = [{"role": "user", "content": "a"}]
+    body: dict[str, Any] = {"model": "llm", "messages": said, "prediction": {"type": "content", "content": [PART]}}
+    error = (await client.post(CHAT, json=body)).json()["error"]
+    assert error["message"] == 'prediction.content[0].type must be one of text, refusal, got "image_url"'
+
+
 async def test_inputs_of_responses(client: httpx.AsyncClient, gateway: Any) -> None:
     picture = {"type": "input_image", "image_url": URL, "detail": "auto"}
     given = [

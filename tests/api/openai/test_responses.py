@@ -331,7 +331,7 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"input": [{"role": "user", "content": "x", "contents": 1}]}, "input[0].contents"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_video"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
