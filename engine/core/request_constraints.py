@@ -50,20 +50,21 @@ class RequestConstraints:
 
     def _on_compiled(self, message: AddRequest, take: TakeConstraint, compiled: Future[CompiledGrammar]) -> None:
         """Called by the thread that compiled, or at once."""
-        with self._lock:
-            if message.spec.key not in self._compiling:
-                return
-            self._compiling.remove(message.spec.key)
+        if message.spec.key not in self._compiling:
+            return
+        made: SequenceConstraint | BaseException
         try:
-            constraint = _constraint(message, compiled.result())
+            made = _constraint(message, compiled.result())
         except CancelledError:
             return  # the core is being stopped
         except CONTROL_FLOW:
             raise
         except BaseException as error:
-            take(error)
-        else:
-            take(constraint)
+            made = error
+        with self._lock:  # until it is taken: who aborts it now comes behind it
+            if message.spec.key in self._compiling:
+                self._compiling.remove(message.spec.key)
+                take(made)
 
 
 def _constraint(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceConstraint:

@@ -72,8 +72,7 @@ class LarkRules:
         """One of these texts. Those without special tokens are one terminal: of a rule every alternative is an item of
         each step, and those are limited."""
         alternatives = [self.text(text) for text in texts if self._specials.search(text)]
-        plain = [json.dumps(text, ensure_ascii=False) for text in texts if not self._specials.search(text)]
-        if plain:
+        if plain := [self.text(text) for text in texts if not self._specials.search(text)]:
             alternatives.append(f"T{len(self._lines)}")
             self._lines.append(f"{alternatives[-1]}: {' | '.join(plain)}")
         return self.rule(" | ".join(alternatives))
@@ -163,7 +162,8 @@ def _texts(text: str) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    """A text, if there is any, as the library reads it, which takes no delete character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
 
 
 def _slashed(pattern: str) -> str:

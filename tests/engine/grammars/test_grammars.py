@@ -64,6 +64,8 @@ ACCEPTED: list[tuple[GrammarKind, str, str, str]] = [
     ("choice", '["yes", "no", "no \\"東\\""]', "", 'no "東"'),
     ("choice", '["[TOOL]a", "b</think>c"]', "", "b</think>c"),
     ("choice", '["[TOOL]a", "ab", "b"]', "", "ab"),
+    ("choice", json.dumps(["\x7f\x00", "[TOOL]"]), "", "\x7f\x00"),
+    ("choice", json.dumps(["[TOOL]\x7f"]), "", "[TOOL]\x7f"),
     ("choice", json.dumps([f"label {number}" for number in range(5000)]), "", "label 4321"),
     ("ebnf_grammar", 'root ::= "a" digit+\ndigit ::= [0-9]', "", "a12"),
     ("ebnf_grammar", 'start: "a" /[0-9]+/', "", "a12"),
