@@ -218,11 +218,13 @@ class Scheduler:
         return plan
 
     def pause_for_patient_work(self) -> float:
-        """Seconds that pass before the plan that was made last is executed, for what only computes between steps."""
+        """Seconds that the plan that was made last may wait for what only computes between steps."""
         targets = self._rows.itl_targets.values()
-        seconds = self._prefill.patient_seconds(self._rows.in_flight[-1].work, min(targets, default=inf))
+        return self._prefill.patient_seconds(self._rows.in_flight[-1].work, min(targets, default=inf))
+
+    def note_pause(self, seconds: float) -> None:
+        """So many have passed."""
         self._elapsed += seconds
-        return seconds
 
     @property
     def constrained_rows(self) -> Mapping[int, int]:

@@ -250,6 +250,7 @@ class EngineCore:
                 began = time.perf_counter()
                 self.inbox.pause(self.scheduler.pause_for_patient_work())
                 paused = time.perf_counter() - began
+                self.scheduler.note_pause(paused)
             launched_at = time.perf_counter()
             masks: MaskSource | None = None
             if self._constraints.live:

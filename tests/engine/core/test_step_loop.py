@@ -32,6 +32,7 @@ from charonia.scheduler.config import SchedulerConfig
 from charonia.scheduler.drafts.speculation import PREDICTION, DraftRequest, Speculation
 from charonia.scheduler.encoders.encoder_rows import EncoderRows
 from charonia.scheduler.plan import MaskArray, MaskSource, StepPlan, StepResult
+from charonia.scheduler.prefill_budget import PrefillBudget
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 from charonia.telemetry.llm_metrics import EngineState
@@ -188,7 +189,7 @@ def test_steps_leave_time_to_what_waits_for_it(leaves_time: bool, monkeypatch: p
 def test_who_leaves_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it was meant to last; so do those that no longer wait, and the loop's own end. Requests do not."""
     paused = threading.Semaphore(0)
-    monkeypatch.setattr(Scheduler, "pause_for_patient_work", lambda one: paused.release() or 1e6)
+    monkeypatch.setattr(PrefillBudget, "patient_seconds", lambda *_: paused.release() or 1e6)
     with Running(Spy(), leaves_time=True) as loop:
         loop.core.inbox.accept(PatientWorkWaits(True))
         loop.add(1, [1] * 8, max_tokens=30)
@@ -205,6 +206,7 @@ def test_who_leaves_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
         assert paused.acquire(timeout=30)
     assert loop.cache.free_blocks < BLOCKS
     assert len(loop.outbox.tokens(1)) <= 1
+    assert loop.core.scheduler._elapsed < 1e3, "prompts have waited as long as it lasted"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
