@@ -10,7 +10,6 @@ import msgspec
 from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX
-from ..core.media import MediaKind
 from ..core.media_models import MediaPart, MediaRefusal, MediaServices, TowerSpec
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
@@ -63,11 +62,11 @@ def language_model(
 
 def model_media(config: EngineConfig, media: MediaServices | MediaRefusal | None) -> ModelMedia:
     """What reads the media of a model's prompts."""
-    refusals: dict[MediaKind, str] = {}
-    place = Path()
-    with suppress(CharoniaError):  # which its load tells
+    try:
         place = locate_checkpoint(config.model)
         refusals = refused_media(place, config.media.per_prompt)
+    except CharoniaError:  # which its load tells
+        return ModelMedia(media if isinstance(media, MediaServices) else None)
     if isinstance(media, MediaRefusal):
         refusals |= dict.fromkeys(media_kinds(place), media.reason)
     if not isinstance(media, MediaServices):

@@ -58,7 +58,7 @@ def with_media(config: ModelConfig, kinds: frozenset[MediaKind], transcribes: bo
 def refuse_media(parameters: Mapping[str, object], config: ModelConfig) -> None:
     """Raises `InvalidArgument` for a medium among the parameters of a request, as which a body of `generate` has what
     the model has no input for."""
-    for kind in MEDIA_INPUTS.keys() & parameters.keys():
+    for kind in (MEDIA_INPUTS.keys() & parameters.keys()) - config.media:
         if parameters[kind] not in (None, "", []):
             reason = config.refused_media.get(kind, "")
             message = f"{kind}: model '{config.name}' takes no {kind}"

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from charonia.core.errors import InvalidArgument
+from charonia.core.media_models import MediaRefusal
 from charonia.core.model import MemoryNeed, ModelConfig
 from charonia.engine import build
-from charonia.engine.build import language_model, memory_needed
+from charonia.engine.build import language_model, memory_needed, model_media
+from charonia.engine.config import EngineConfig
 from charonia.processes.host import usable_cores
 
 HOST = [MemoryNeed(1000)]
@@ -129,3 +131,13 @@ def test_a_table_that_is_also_the_head_is_there_twice_where_the_head_is_quantise
     save_file(tensors, tmp_path / "model.safetensors")
     assert list(memory_needed(str(tmp_path), {"device": "cpu", **parameters}, ())) == [MemoryNeed(host)]
     assert list(memory_needed(str(tmp_path), parameters, (0,))) == [MemoryNeed(gpu, 0)]
+
+
+def test_a_checkpoint_that_is_not_there_says_nothing_of_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the folder in which the server was started, in its place."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    refusal = MediaRefusal("no tower.")
+    assert model_media(EngineConfig(model=str(tmp_path)), refusal).refusals == {"image": "no tower."}
+    assert model_media(EngineConfig(model=str(tmp_path / "nowhere")), refusal).refusals == {}

@@ -136,6 +136,7 @@ def test_a_medium_that_a_model_has_no_input_for_is_named(kind: Any) -> None:
         refuse_media({kind: ["aGk="]}, replace(config, refused_media={}))
     for nothing in (None, "", []):
         refuse_media({kind: nothing}, config)
+    refuse_media({kind: "aGk="}, replace(config, media=frozenset({kind})))  # such a parameter is refused as any other
 
 
 def test_a_text_without_places_has_them_in_front() -> None:
