@@ -113,12 +113,14 @@ class StepDemand(NamedTuple):
 
 
 class StepPace(NamedTuple):
-    """The lanes of one step: seconds that `long` prompts may add to it, and that `all` may."""
+    """The lanes of one step: seconds that `long` prompts may add to it, and that `all` may. `withheld`: there is no
+    lane of long ones."""
 
     model: StepTimeModel | None
     demand: StepDemand
     long: float = inf
     all: float = inf
+    withheld: bool = False
 
     def short_prompt_lane(self, tokens: int) -> PrefillLane:
         """The lane of short prompts, with so many tokens at first."""
@@ -128,7 +130,7 @@ class StepPace(NamedTuple):
         """The lane of long prompts, where decoding rows and short prompts are this `work`."""
         assert self.model is not None, "no prompt is long before a step was timed"
         used = self.model.step_seconds(work) - self.model.step_seconds(self.demand.decoding)
-        return PrefillLane(self.model, tokens, min(self.long, self.all - used))
+        return PrefillLane(self.model, 0 if self.withheld else tokens, min(self.long, self.all - used))
 
 
 class PrefillBudget:
@@ -142,6 +144,9 @@ class PrefillBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._unbounded = config.target_itl_ms == 0
         self._steps_beside_prompts = 0
+        self._turns = False
+        """Whether no prompt waits but calm ones: a step has a piece of them, or the pause of `patient_seconds`."""
+        self._pause_is_due = False
         self.times = TimedSteps()
 
     @property
@@ -161,18 +166,23 @@ class PrefillBudget:
 
     def pace(self, demand: StepDemand) -> StepPace:
         model = self.bound
+        line = [prompt for prompt in demand.line if not prompt.calm]
+        decodes = demand.decoding.decode_tokens > 0
+        self._turns = model is not None and decodes and demand.balanced and bool(demand.line) and not line
         if model is None:
             return StepPace(None, demand._replace(mixed=False))
         alone = model.step_seconds(demand.decoding)
         longest = max(LONGEST_STEP_SECONDS, LONGEST_SLOWDOWN * alone)
-        if not demand.decoding.decode_tokens:
+        if not decodes:
             newcomer = max(IDLE_STEP_SECONDS, LONGEST_SLOWDOWN * alone)
             return StepPace(model, demand, (longest if len(demand.line) > 1 else newcomer) - alone, longest - alone)
         bound = (demand.itl_target if demand.itl_target < inf else longest) - alone
         if not demand.balanced:
             return StepPace(model, demand, bound, bound)
-        line = [prompt for prompt in demand.line if not prompt.calm]
         waiting = len(line) if demand.line else 1
+        if self._turns and self._pause_is_due:
+            self._pause_is_due = False
+            return StepPace(model, demand, 0.0, min(SHORT_PROMPT_STEP_SECONDS - alone, bound), withheld=True)
         part = min(CALM_STREAMS * waiting / demand.decoding.decode_tokens, 1.0)
         calm = max((CALM_SLOWDOWN - 1) * part, (LEAST_SLOWDOWN if waiting else PATIENT_SLOWDOWN) - 1) * alone
         crowded = len(line) > demand.decoding.decode_tokens
@@ -183,9 +193,13 @@ class PrefillBudget:
 
     def patient_seconds(self, work: StepWork, itl_target: float = inf) -> float:
         """Seconds before a step of this `work` in which what only computes between steps has the processors: with them
-        it takes as long as with prompts that are in time, or a little longer than by itself."""
+        it takes as long as with prompts that are in time, or a little longer than by itself. A piece of a calm prompt
+        leaves the pause to the next step."""
         model = self.times.model
         if model is None:
+            return 0.0
+        if self._turns and work.prefill_tokens:
+            self._pause_is_due = True
             return 0.0
         seconds = model.step_seconds(work)
         alone = model.step_seconds(work._replace(prefill_tokens=0, prefill_context=0)) if work.decode_tokens else 0.0

@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_601,
     "tokenization": 4_088,
     "media": 1_614,
-    "scheduler": 2_483,
+    "scheduler": 2_494,
     "engine": 31_784,
     "classic_backends": 8_878,
     "ensembles": 1_200,

@@ -141,6 +141,27 @@ def test_between_steps_there_is_time_for_what_waits_for_processors() -> None:
     assert budget.patient_seconds(StepWork(0, 0, 1 << 20)) == LONGEST_STEP_SECONDS
 
 
+def test_prompts_of_media_and_what_prepares_media_have_steps_in_turn() -> None:
+    budget = PrefillBudget(PACED)
+    decoding = StepWork(8, 800)
+    budget.times.observe(decoding, 0.02)
+    calm, beside = WaitingPrompt(2000, 0, 1.0, calm=True), decoding._replace(prefill_tokens=16)
+    demand = StepDemand(decoding, [calm], mixed=True)
+    assert budget.pace(demand).long_prompt_lane(decoding, 64).tokens == 64
+    assert budget.patient_seconds(beside) == 0.0, "the next step has the pause"
+    assert not budget.pace(demand).long_prompt_lane(decoding, 64).has_room
+    assert budget.patient_seconds(decoding) > 0.0
+    assert budget.pace(demand).long_prompt_lane(decoding, 64).tokens == 64, "it was its turn"
+    # A prompt that is not to be late waits for no pause, and each step has one.
+    budget.patient_seconds(beside)
+    hurried = budget.pace(demand._replace(line=[calm, calm._replace(calm=False)]))
+    assert hurried.long_prompt_lane(decoding, 64).tokens == 64
+    assert budget.patient_seconds(beside) > 0.0
+    # Where nothing decodes, no step is without a piece, and each has a pause.
+    budget.pace(demand._replace(decoding=StepWork()))
+    assert budget.patient_seconds(StepWork(0, 0, 64, 2048)) > 0.0
+
+
 def test_prompts_that_may_be_late_leave_steps_shorter_than_others_do() -> None:
     budget = PrefillBudget(PACED)
     budget.times.observe(StepWork(64, 6400), 0.02)
