@@ -63,7 +63,7 @@ proof: $(VENV)/dev.stamp  ## the long proofs, with progress
 	@$(BIN)/python -m pytest -q -m proof
 	@for proof in $(PROOFS); do echo "$$proof:"; $(BIN)/python -m tests.proofs.$$proof || exit 1; done
 
-# Nothing is installed, since such machines are lent for minutes and may have no network.
+# Nothing is installed: such machines are often had for minutes, and without a network.
 gpu:  ## on a machine with a CUDA torch: the engine on the device, its tests and then figures, into gpu.md (ARGS=--resume goes on)
 	@mkdir -p build/gpu && ln -sfn ../.. build/gpu/charonia
 	@PYTHONPATH="$(CURDIR)/build/gpu:$$PYTHONPATH" $(PYTHON) -m charonia.bench.gpu --tests tests/gpu --minutes 9 $(ARGS)

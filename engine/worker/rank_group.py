@@ -35,7 +35,7 @@ class RankGroup:
 
     def all_gather(self, part: Tensor, total: int) -> Tensor:
         if self._is_alone:
-            self._skip("gather", part, lambda mine: self._group.all_gather(mine, total))
+            self._skip(f"gather {total}", part, lambda mine: self._group.all_gather(mine, total))
             pieces = [torch.empty_like(part) for _ in range(self.size)]  # as much memory as to gather them takes
             whole = part.new_zeros(*part.shape[:-1], total)
             del pieces
