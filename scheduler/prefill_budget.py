@@ -198,8 +198,8 @@ class PrefillBudget:
         model = self.times.model
         if model is None:
             return 0.0
-        if self._turns and work.prefill_tokens:
-            self._pause_is_due = True
+        self._pause_is_due = self._turns and work.prefill_tokens > 0
+        if self._pause_is_due:
             return 0.0
         seconds = model.step_seconds(work)
         alone = model.step_seconds(work._replace(prefill_tokens=0, prefill_context=0)) if work.decode_tokens else 0.0

@@ -1,4 +1,5 @@
-"""What each test takes of the processor: a plugin of tests/conftest.py, for `--cpu-seconds FILE`.
+"""What each test takes of the processor: a plugin of tests/conftest.py, for `--cpu-seconds=FILE`: pytest takes
+a file behind a blank for one of tests.
 
 Processes below this one count, too, while they run: what a server takes belongs to the test that asks it.
 """

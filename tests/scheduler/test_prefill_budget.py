@@ -152,6 +152,10 @@ def test_prompts_of_media_and_what_prepares_media_have_steps_in_turn() -> None:
     assert not budget.pace(demand).long_prompt_lane(decoding, 64).has_room
     assert budget.patient_seconds(decoding) > 0.0
     assert budget.pace(demand).long_prompt_lane(decoding, 64).tokens == 64, "it was its turn"
+    # A step that only decodes has had it.
+    budget.patient_seconds(beside)
+    budget.patient_seconds(decoding)
+    assert budget.pace(demand).long_prompt_lane(decoding, 64).tokens == 64
     # A prompt that is not to be late waits for no pause, and each step has one.
     budget.patient_seconds(beside)
     hurried = budget.pace(demand._replace(line=[calm, calm._replace(calm=False)]))
