@@ -155,7 +155,7 @@ def assert_the_same(
         if exact:  # torch's attention may sum in another order where a row has drafts
             assert outcome.logprobs[key] == logprobs
         for token, same in zip(outcome.logprobs[key], logprobs, strict=True):
-            assert token.values == pytest.approx(same.values, abs=1e-5)
+            assert token.values == pytest.approx(same.values, abs=2e-5)
     assert outcome.scores.keys() == plain.scores.keys()
     assert speculation is not None
     totals = speculation.totals[NAME]
