@@ -5,7 +5,7 @@ from itertools import chain, compress
 
 import numpy as np
 
-from .plan import NO_HOST_COPIES, NO_ROWS, IntArray, LongArray, StepPlan, StepWork
+from .plan import NO_HOST_COPIES, NO_ROWS, NO_TOKENS, IntArray, LongArray, StepPlan, StepWork
 from .running_set import BoolArray, InFlightStep, RunningSet
 from .states.kept_states import NO_STATES
 
@@ -72,7 +72,7 @@ class PackedStep:
             np.array(appended, np.int32) if appended else _NO_PAIRS,
             new,
             closed=np.array(running.closed_rows, np.int32) if running.closed_rows else NO_ROWS,
-            forced=running.constrained.take_forced(),
+            forced=running.constrained.take_forced() if running.constrained.keys else NO_TOKENS,
             proposals=proposals,
             block_copies=np.array(block_copies, np.int32) if block_copies else NO_HOST_COPIES,
             state_saves=states.saves,

@@ -175,7 +175,7 @@ class RunningSet:
             self.drafting.add(row)
             self.drafts_from[row] = sequence.drafts.resume_at
         if spec.constrained:
-            self.constrained.enter(row, spec.key)
+            self.constrained.keys[row] = spec.key
         if self.adapters is not None:
             self.adapters.enter(sequence)
         if sequence.target_itl is not None:
@@ -202,8 +202,9 @@ class RunningSet:
             sampling = sampling._replace(prompt_logprobs=None)
         known = np.concatenate([spec.prompt, np.array(sequence.outputs, np.int32)])
         computed, snapshot = int(self.scheduled[row]), self.tables[row].snapshot
-        parts = *spans_from(spec.embedded, computed), spec.encoded
-        return NewSequence(row, known, computed, sampling, len(spec.prompt), spec.adapter, snapshot, *parts)
+        embedded, shift = spans_from(spec.embedded, computed) if spec.embedded else ((), 0)
+        parts = spec.adapter, snapshot, embedded, shift, spec.encoded
+        return NewSequence(row, known, computed, sampling, len(spec.prompt), *parts)
 
     def extend(self, row: int, end: int) -> list[int] | None:
         """Let the row's table hold `end` tokens; the blocks that are new, or None where too few are free."""
@@ -235,7 +236,8 @@ class RunningSet:
         self.next_slide_at[row] = UNLIMITED
         self.prefilling.discard(row)
         self.releasing.add(row)
-        self.constrained.stop(row)
+        if self.sequences[row].spec.constrained:
+            self.constrained.stop(row)
         self.release_settled((row,))
 
     def release_settled(self, rows: Iterable[int] | None = None) -> None:
@@ -248,7 +250,7 @@ class RunningSet:
             self.scoring.discard(row)
             self.drafting.discard(row)
             self.drafts_from[row] = UNLIMITED
-            self.constrained.leave(row)
+            self.constrained.keys.pop(row, None)
             self.itl_targets.pop(row, None)
             if self.states is not None:
                 self.states.leave(row)
@@ -291,7 +293,7 @@ class RunningSet:
         """[size] whether a row is in as many plans in flight as it may be in; None where none can be."""
         if not self.in_flight:
             return None
-        if len(self.in_flight) < self.most_in_flight and not (self.constrained or self.drafting):
+        if len(self.in_flight) < self.most_in_flight and not (self.constrained.keys or self.drafting):
             return None
         steps = self.steps_in_flight()
         full: BoolArray = steps >= self.max_in_flight

@@ -135,8 +135,9 @@ class Scheduler:
         if request.key in self._live:
             raise InvalidArgument(f"sequence {request.key} is already being served")
         request.check_fits(self.config.max_model_len, self._cache)
-        room = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
-        check_spans(request.embedded, len(request.prompt), room)
+        if request.embedded:
+            room = self.config.max_num_batched_tokens - self.config.max_num_seqs + 1
+            check_spans(request.embedded, len(request.prompt), room)
         priority = min(max(request.priority, 0), PRIORITY_CLASSES - 1)
         seniority = self._step + priority * self.config.ageing_steps
         rank = seniority + len(request.prompt) // self.config.rank_step_tokens

@@ -109,7 +109,7 @@ class StepPacker:
                 decoding = counts.nonzero()[0]
         # Few numbers are summed sooner as Python's: cold, one sum of numpy's takes 20 microseconds.
         computed = counts[decoding].tolist()
-        if rows.constrained and sum(computed) > len(computed):
+        if rows.constrained.keys and sum(computed) > len(computed):
             rows.constrained.limit_forced(counts, rows.by_seniority(decoding))
             computed = counts[decoding].tolist()
         if sum(computed) > self._budget_left:  # never with one token each: the senior rows go first

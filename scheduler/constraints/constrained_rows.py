@@ -49,21 +49,12 @@ class ConstrainedRows:
 
     def __init__(self) -> None:
         self.keys: dict[int, int] = {}
-        """The keys of constrained sequences, by the row they hold or leave."""
+        """The keys of constrained sequences, by the row they hold or leave; `RunningSet` fills it."""
         self._forced: list[tuple[int, int, int]] = []  # (row, position, token)
-
-    def __bool__(self) -> bool:
-        return bool(self.keys)
-
-    def enter(self, row: int, key: int) -> None:
-        self.keys[row] = key
 
     def stop(self, row: int) -> None:
         """No plan will have the row again in this stay."""
         self._forced = [forced for forced in self._forced if forced[0] != row]
-
-    def leave(self, row: int) -> None:
-        self.keys.pop(row, None)
 
     def limit_forced(self, counts: IntArray, decoding: Iterable[int]) -> None:
         """Let constrained ones of the `decoding` rows, the most senior first, compute few forced tokens where others
