@@ -58,7 +58,8 @@ class EngineOptions:
     cache_max_bytes: Bytes | None = None
     """Bytes that all packed weights in it may have; the oldest make room."""
     cpu_level: (
-        Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "dotprod", "i8mm", "bfmmla"] | None
+        Literal["auto", "portable", "avx2", "avx512core", "avx512", "avx512bf16", "amx", "dotprod", "i8mm", "bfmmla"]
+        | None
     ) = None
     """Instructions that the kernels of a CPU use; auto: the best the machine has."""
     attention: str | None = None

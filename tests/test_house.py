@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_088,
     "media": 1_614,
     "scheduler": 2_494,
-    "engine": 31_784,
+    "engine": 31_785,
     "classic_backends": 8_878,
     "ensembles": 1_200,
     "routing": 250,

@@ -3,9 +3,9 @@
 How it is put together, and how to add a kernel:
 
 - Plain C with a C ABI, no Python and no torch headers. One file per subject, listed in pyproject's ext-modules with
-  everything that it includes. `level.h` names the levels of instruction sets (portable < avx2 < avx512 < avx512bf16 <
-  amx, or on Arm portable < dotprod < i8mm < bfmmla); a kernel asks `charonia_level()` at each call, and marks code that
-  needs more than the compiler's default with TARGET_AVX2 and its like. Kernels written once for all levels go through
+  everything that it includes. `level.h` names the levels of instruction sets (portable < avx2 < avx512core < avx512 <
+  avx512bf16 < amx, or on Arm portable < dotprod < i8mm < bfmmla); a kernel asks `charonia_level()` at each call, and
+  marks code that needs more than the compiler's default with TARGET_AVX2 and its like. Those for all levels go through
   `each_level.h`: a `.inc` over the vectors of `simd.h`. `tile_registers.h` has the instructions of AMX, which tests
   replace by a model in plain C, as they do those of AVX-512; those of Arm they run under an emulator.
 - Flags: never -ffast-math (it deletes NaN checks and flushes denormals in the whole process). `fma()` of `simd.h`, not

@@ -34,13 +34,13 @@
 
 #ifdef CHARONIA_AVX512_MODEL /* a header of tests, with functions of plain C for the intrinsics */
 #include CHARONIA_AVX512_MODEL
-#define LEVEL avx512
+#define LEVEL avx512core
 #define LANES 16
 #include "simd.h"
 #include SUBJECT
 #undef LANES
 #undef LEVEL
-#define ALL_LEVELS(name) {name##_portable, [1 ... LEVELS - 1] = name##_avx512}
+#define ALL_LEVELS(name) {name##_portable, [1 ... LEVELS - 1] = name##_avx512core}
 #elif defined(CHARONIA_X86)
 #include <immintrin.h>
 
@@ -53,8 +53,8 @@ BEGIN_TARGET("avx2,fma,f16c")
 #undef LEVEL
 END_TARGET
 
-BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
-#define LEVEL avx512
+BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#define LEVEL avx512core
 #define LANES 16
 #include "simd.h"
 #include SUBJECT
@@ -71,8 +71,9 @@ BEGIN_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512
 #undef LEVEL
 END_TARGET
 
-/* Tile registers are used by products alone. */
-#define ALL_LEVELS(name) {name##_portable, name##_avx2, name##_avx512, name##_avx512bf16, name##_avx512bf16}
+/* VNNI and tile registers are used by products alone. */
+#define ALL_LEVELS(name) \
+    {name##_portable, name##_avx2, name##_avx512core, name##_avx512core, name##_avx512bf16, name##_avx512bf16}
 #else
 /* Of Arm's levels, too: every processor of 64 bits has the vectors that the portable one is compiled for. */
 #define ALL_LEVELS(name) {[0 ... LEVELS - 1] = name##_portable}

@@ -21,9 +21,10 @@ static int best_vectors(void)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
         return PORTABLE;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512vnni"))
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return AVX2;
+    if (!__builtin_cpu_supports("avx512vnni"))
+        return AVX512CORE;
     return __builtin_cpu_supports("avx512bf16") ? AVX512BF16 : AVX512;
 #elif defined(CHARONIA_ARM)
     const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);

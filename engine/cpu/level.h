@@ -4,7 +4,7 @@
 
 /* Each processor's own, lowest first; library.py has the same. */
 #if defined(__x86_64__) || defined(CHARONIA_TILE_MODEL)
-enum charonia_level { PORTABLE, AVX2, AVX512, AVX512BF16, AMX, LEVELS };
+enum charonia_level { PORTABLE, AVX2, AVX512CORE, AVX512, AVX512BF16, AMX, LEVELS };
 #elif defined(__aarch64__) && defined(__linux__)
 enum charonia_level { PORTABLE, DOTPROD, I8MM, BFMMLA, LEVELS };
 #else
@@ -22,6 +22,7 @@ int charonia_threads(void);
 #if defined(__x86_64__)
 #define CHARONIA_X86 1
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define TARGET_AVX512CORE __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 #define TARGET_AVX512BF16 \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")))

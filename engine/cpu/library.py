@@ -17,7 +17,7 @@ from ..step_batch import SAMPLING_DTYPE
 from .compile_kernels import COMMAND
 from .source_stamp import source_stamp
 
-LEVELS_OF = {"x86_64": ("avx2", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
+LEVELS_OF = {"x86_64": ("avx2", "avx512core", "avx512", "avx512bf16", "amx"), "aarch64": ("dotprod", "i8mm", "bfmmla")}
 """By `platform.machine()`: the levels of instruction sets that are its own, lowest first."""
 
 LEVELS = ("portable", *LEVELS_OF.get(platform.machine(), ()))

@@ -43,6 +43,8 @@ const Kernel *kernel_of(int kind, int64_t rows)
     const int level = charonia_level();
     if (level >= AVX512BF16 || (level == AVX512 && kind != BFLOAT16))
         return &matmul_avx512[kind];
+    if (level >= AVX512CORE)
+        return &matmul_avx512core[kind];
     if (level >= AVX2)
         return &matmul_avx2[kind];
 #endif

@@ -155,7 +155,8 @@ typedef struct {
     int32_t start;
 } SpanHead;
 
-extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS], matmul_amx[KINDS];
+extern const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512core[KINDS];
+extern const Kernel matmul_avx512[KINDS], matmul_amx[KINDS];
 extern const Kernel matmul_dotprod[KINDS], matmul_i8mm[KINDS];
 
 ALWAYS_INLINE int inputs_a_step(int kind) { return kind == FLOAT32 ? 1 : kind == BFLOAT16 ? 2 : 4; }

@@ -7,8 +7,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#undef TARGET_AVX512CORE
 #undef TARGET_AVX512
 #undef TARGET_AVX512BF16
+#define TARGET_AVX512CORE
 #define TARGET_AVX512
 #define TARGET_AVX512BF16
 #define REGISTER "+m"
@@ -100,6 +102,29 @@ MODEL(__m512i, _mm512_madd_epi16, __m512i a, __m512i b)
     const Words x = (Words)a, y = (Words)b;
     EACH(i, 16) a[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
     return a;
+}
+
+MODEL(__m512i, _mm512_add_epi16, __m512i a, __m512i b) { return (__m512i)((Words)a + (Words)b); }
+
+MODEL(__m512i, _mm512_cvtepi8_epi16, __m256i bytes)
+{
+    int8_t from[32];
+    Words to;
+    memcpy(from, &bytes, sizeof from);
+    EACH(i, 32) to[i] = from[i];
+    return (__m512i)to;
+}
+
+/* Unsigned bytes times signed ones, in pairs whose sums are kept within 16 bits. */
+MODEL(__m512i, _mm512_maddubs_epi16, __m512i a, __m512i b)
+{
+    const Bytes x = (Bytes)a, y = (Bytes)b;
+    Words sums;
+    EACH(i, 32) {
+        const int sum = (uint8_t)x[2 * i] * y[2 * i] + (uint8_t)x[2 * i + 1] * y[2 * i + 1];
+        sums[i] = (int16_t)(sum > INT16_MAX ? INT16_MAX : sum < INT16_MIN ? INT16_MIN : sum);
+    }
+    return (__m512i)sums;
 }
 
 /* Unsigned bytes times signed ones. */

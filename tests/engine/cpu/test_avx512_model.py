@@ -35,6 +35,7 @@ SOURCES = (
     "gguf_blocks.c",
     "matmul.c",
     "matmul_avx512.c",
+    "matmul_avx512core.c",
     "matmul_pack.c",
     "recurrence.c",
 )
@@ -84,12 +85,15 @@ def model(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Kernels are the model's."""
     monkeypatch.setattr(library, "_open_library", lambda: built)
     library.bind_function.cache_clear()
+    library.bind_function("charonia_limit")(library.LEVELS.index("avx512bf16"))
     assert library.level() == "avx512bf16"
     yield
     library.bind_function.cache_clear()
 
 
-def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Tensor], model: None) -> None:
+@pytest.mark.parametrize("name", ["avx512core", "avx512bf16"])
+def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Tensor], model: None, name: str) -> None:
+    library.bind_function("charonia_limit")(library.LEVELS.index(name))
     found = [*grouped_products(), *float4_products(), *int8_products()]
     assert [torch.equal(one, other) for one, other in zip(found, of_this_machine, strict=True)] == [True] * len(found)
 

@@ -32,7 +32,9 @@ MODEL = '-DCHARONIA_TILE_MODEL="tile_model.h"'
 SOURCES = ("level.c", "matmul.c", "matmul_pack.c")
 OURS, THEIRS = Path(__file__).parent, Path(library.__file__).parent
 
-TRAPS = pytest.mark.skipif(library.level() != "avx2", reason="has AVX-512, and maybe tiles, or no AVX2")
+TRAPS = pytest.mark.skipif(
+    library.level() not in ("avx2", "avx512core"), reason="has VNNI, and maybe tiles, or no AVX2"
+)
 """Where the kernels' vectors run and their tile instructions trap."""
 
 

@@ -12,4 +12,4 @@ int tiles_denied(void)
 }
 
 /* Other levels' kernels are the library's own. */
-const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512[KINDS];
+const Kernel matmul_portable[KINDS], matmul_avx2[KINDS], matmul_avx512core[KINDS], matmul_avx512[KINDS];
