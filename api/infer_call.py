@@ -157,15 +157,15 @@ async def decode_long_json(declared: DeclaredInput, array: UnparsedContainer) ->
     """The tensor whose elements are a long array of JSON, which is parsed in pieces."""
     count = raw_tensors.element_count(declared)
     datatype = declared.datatype
-    done = 0
+    written = 0
     data = np.empty(count, NUMPY_TYPES[datatype])
     async for piece in array.flat_elements():
         values = json_tensors.flatten(piece)
-        if done + len(values) > count:
-            json_tensors.check_element_count(datatype, count, done + len(values))
-        data[done : done + len(values)] = json_tensors.to_array(datatype, values, "data")
-        done += len(values)
-    json_tensors.check_element_count(datatype, count, done)
+        if written + len(values) > count:
+            json_tensors.check_element_count(datatype, count, written + len(values))
+        data[written : written + len(values)] = json_tensors.to_array(datatype, values, "data")
+        written += len(values)
+    json_tensors.check_element_count(datatype, count, written)
     return declared.tensor(data.reshape(declared.shape))
 
 

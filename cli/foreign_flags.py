@@ -248,16 +248,16 @@ def format_usage_error(error: CycloptsError) -> object:
 def _unknown_command(command: str, known: Sequence[str]) -> str:
     if (package := absent_extensions("charonia.commands").get(command)) is not None:
         return f"{command} is a command of {package}, which this installation lacks"
-    if (here := OTHER_COMMANDS.get(command)) is not None:
-        return f"{command} is a command of other servers; here: {here}"
+    if (ours := OTHER_COMMANDS.get(command)) is not None:
+        return f"{command} is a command of other servers; here: {ours}"
     return f"Unknown command: {command}{did_you_mean(command, known)}\nThere are {', '.join(sorted(known))}."
 
 
 def unknown_flag(flag: str, known: Iterable[str]) -> str:
     """What is to be said of a flag that is none of `known`."""
     if (other := other_server_of(flag)) is not None:
-        server, here = other
-        return f"{flag} is {server}'s; here: {here}"
+        server, ours = other
+        return f"{flag} is {server}'s; here: {ours}"
     similar = did_you_mean(flag.replace("_", "-"), [*known, *VLLM_FLAGS])
     return f"Unknown option: {flag}{describe_absent('charonia.routes')}{similar}"
 

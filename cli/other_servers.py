@@ -26,7 +26,7 @@ _MAPPED = f"{_NO_EFFECT}files are mapped while they are read"
 
 def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
     """A table of `names`, which has what is here and, apart by blanks, the flags that mean it."""
-    return {flag: here for here, flags in names.items() for flag in flags.split()}
+    return {flag: ours for ours, flags in names.items() for flag in flags.split()}
 
 
 _OF_VLLM = {
@@ -174,6 +174,6 @@ def flag_tables() -> str:
     tables = []
     for server, flags in OTHER_SERVERS.items():
         width = max(map(len, flags))
-        rows = (f"  {flag:{width}}  {here}" for flag, here in sorted(flags.items(), key=lambda row: row[0].lstrip("-")))
+        rows = (f"  {flag:{width}}  {ours}" for flag, ours in sorted(flags.items(), key=lambda row: row[0].lstrip("-")))
         tables.append("\n".join([f"{server}'s flags that are called otherwise here:", *rows]))
     return "\n\n".join(tables)

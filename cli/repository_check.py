@@ -138,19 +138,19 @@ def _print_checkpoint_report(path: Path) -> int:
 
 
 def _check_model(source: ModelSource, builder: ModelBuilder, services: ModelServices) -> CheckedModel:
-    notes, made = [], []
+    notes, configs = [], []
     for version in source.versions:
         try:
             factory = builder.prepare(source, version, services)
-            made.append(factory.build(ignore_progress).config)
+            configs.append(factory.build(ignore_progress).config)
             notes.append(factory.examine())
             factory.reservation.release()
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
     findings = [
         f"{config_position(source.config_file, path)}{ignored_field_message(path)}"
-        for path in ignored_fields(source.config, made=[config.raw for config in made])
+        for path in ignored_fields(source.config, made=[config.raw for config in configs])
     ]
     numbers = ", ".join(version.number for version in source.versions)
     findings.append("; ".join([f"good: {source.backend}, version {numbers}", *filter(None, notes)]))
-    return CheckedModel(made[-1], findings)
+    return CheckedModel(configs[-1], findings)

@@ -111,8 +111,8 @@ class _OfTokens(dict[int, T]):
         self._make = make
 
     def __missing__(self, token: int) -> T:
-        made = self[token] = self._make(token)
-        return made
+        value = self[token] = self._make(token)
+        return value
 
 
 class TokenPieces:

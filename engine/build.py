@@ -91,10 +91,10 @@ def granted_config(
 ) -> EngineConfig:
     """The configuration of a model's engine. Arguments, and errors: see `language_model`."""
     checkpoint, options, lora_modules = _read(path, parameters)
-    here = usable_cores().logical
+    cores = usable_cores().logical
     # More are meant for another machine; ranks that Ray places may have more cores than are here.
-    if (options.threads or 0) > _CROWD * here and options.distributed_executor_backend != "ray":
-        message = f"threads: {options.threads} is more than {_CROWD} for each of the {here} cores that there are"
+    if (options.threads or 0) > _CROWD * cores and options.distributed_executor_backend != "ray":
+        message = f"threads: {options.threads} is more than {_CROWD} for each of the {cores} cores that there are"
         raise InvalidArgument(message, field="threads")
     plain = engine_config(checkpoint, options, lora_modules)
     return msgspec.structs.replace(plain, host_memory=memory, gpu_memory=gpu_memory)

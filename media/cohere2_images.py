@@ -30,9 +30,9 @@ class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):
     ) -> list[NDArray[Any]]:
         tile = patch_size.height
         columns, rows = tile_grid(image.shape[-2], image.shape[-1], tile, max_patches)
-        whole = np.asarray(self.resize(image, SizeDict(height=tile * rows, width=tile * columns), resample=resample))
+        resized = np.asarray(self.resize(image, SizeDict(height=tile * rows, width=tile * columns), resample=resample))
         tiles = [
-            whole[:, row : row + tile, column : column + tile]
+            resized[:, row : row + tile, column : column + tile]
             for row in range(0, tile * rows, tile)
             for column in range(0, tile * columns, tile)
         ]

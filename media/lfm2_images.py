@@ -63,15 +63,15 @@ class Lfm2VlImageProcessorPil(PilBackend):
         longest = settings["max_image_tokens"] * factor**2
         if settings["do_image_splitting"]:
             longest = max(longest, (settings["tile_size"] // patch) ** 2)
-        made: dict[str, list[Any]] = {name: [] for name in (*self.model_input_names, *_LAYOUT)}
+        outputs: dict[str, list[Any]] = {name: [] for name in (*self.model_input_names, *_LAYOUT)}
         for image in images:
             height, width = image.shape[-2:]
             side = factor * patch
             most = settings["max_image_tokens"] * side**2
             scaled = _scaled_size(height, width, side, settings["min_image_tokens"] * side**2, most)
             rows = columns = 1
-            whole = [self._scaled(image, *scaled, resample)]
-            parts = whole
+            thumbnail = [self._scaled(image, *scaled, resample)]
+            parts = thumbnail
             rounded = [max(patch, round(length / side) * side) for length in (height, width)]
             if tiled and math.prod(rounded) > most * settings["max_pixels_tolerance"]:
                 tile = settings["tile_size"]
@@ -82,17 +82,17 @@ class Lfm2VlImageProcessorPil(PilBackend):
                     for row in range(0, tile * rows, tile)
                     for column in range(0, tile * columns, tile)
                 ]
-                parts += whole if settings["use_thumbnail"] and rows * columns != 1 else []
+                parts += thumbnail if settings["use_thumbnail"] and rows * columns != 1 else []
             for part in parts:
                 patches = _patches(_normalised(part, settings), patch)
                 mask = np.arange(longest) < len(patches)
-                made["pixel_values"].append(np.pad(patches, ((0, longest - len(patches)), (0, 0))))
-                made["pixel_attention_mask"].append(mask.astype(np.int32))
-                made["spatial_shapes"].append([length // patch for length in part.shape[-2:]])
+                outputs["pixel_values"].append(np.pad(patches, ((0, longest - len(patches)), (0, 0))))
+                outputs["pixel_attention_mask"].append(mask.astype(np.int32))
+                outputs["spatial_shapes"].append([length // patch for length in part.shape[-2:]])
             for name, value in zip(_LAYOUT, (rows, columns, scaled), strict=True):
-                made[name].append(value)
+                outputs[name].append(value)
         wanted = (*self.model_input_names, *(_LAYOUT if settings["return_row_col_info"] else ()))
-        return BatchFeature({name: made[name] for name in wanted}, tensor_type=settings["return_tensors"])
+        return BatchFeature({name: outputs[name] for name in wanted}, tensor_type=settings["return_tensors"])
 
     def _scaled(self, image: NDArray[Any], height: int, width: int, resample: Any) -> NDArray[Any]:
         return np.asarray(self.resize(image, SizeDict(height=height, width=width), resample=resample))

@@ -92,8 +92,8 @@ def _voxtral(settings: _SoundSettings, samples: Samples) -> _Features:
     audio = settings.config["audio_config"]
     positions = int(audio.get("max_source_positions", 1500))
     extractor, frames = settings.extractor, 2 * positions
-    made = _extract(extractor, samples, pad_to_multiple_of=frames * int(extractor.hop_length))[FEATURES][0]
-    windows = np.ascontiguousarray(made.reshape(len(made), -1, frames).swapaxes(0, 1))
+    extracted = _extract(extractor, samples, pad_to_multiple_of=frames * int(extractor.hop_length))[FEATURES][0]
+    windows = np.ascontiguousarray(extracted.reshape(len(extracted), -1, frames).swapaxes(0, 1))
     places = positions * int(audio.get("hidden_size", 1280)) // int(audio.get("intermediate_size", 5120))
     return _Features({FEATURES: windows}, len(windows) * places)
 
@@ -103,30 +103,30 @@ def _qwen3_asr(settings: _SoundSettings, samples: Samples) -> _Features:
     extractor = settings.extractor
     shortest = int(getattr(extractor, "min_length", 8000))
     samples = np.pad(samples, (0, max(0, shortest - len(samples))))
-    made = _extract(extractor, samples)[FEATURES]
+    extracted = _extract(extractor, samples)[FEATURES]
     chunk = 2 * int(settings.config["audio_config"].get("n_window", 50))
-    length = made.shape[-1]
+    length = extracted.shape[-1]
     padded = -(-length // chunk) * chunk
     mask = (np.arange(padded) < length).astype(np.int64)[None]
-    features = np.pad(made, ((0, 0), (0, 0), (0, padded - length)))
+    features = np.pad(extracted, ((0, 0), (0, 0), (0, padded - length)))
     places = length // chunk * _thrice_halved(chunk) + _thrice_halved(length % chunk)
     return _Features({FEATURES: features, FEATURE_MASK: mask}, places)
 
 
 def _gemma4(settings: _SoundSettings, samples: Samples) -> _Features:
     """A place is what two convolutions make of four frames, unless the first of them is padding."""
-    made = settings.extractor([samples], return_tensors="np")
-    mask = np.asarray(made[FEATURE_MASK])
+    inputs = settings.extractor([samples], return_tensors="np")
+    mask = np.asarray(inputs[FEATURE_MASK])
     places = int(mask[0, ::2][::2].sum())
-    return _Features({FEATURES: np.asarray(made[FEATURES], np.float32), FEATURE_MASK: mask.astype(np.int64)}, places)
+    return _Features({FEATURES: np.asarray(inputs[FEATURES], np.float32), FEATURE_MASK: mask.astype(np.int64)}, places)
 
 
 def _gemma3n(settings: _SoundSettings, samples: Samples) -> _Features:
     """As many places for each sound; one more takes the row of the token that ends it."""
-    made = settings.extractor([samples], return_tensors="np")
-    mask = np.asarray(made[FEATURE_MASK]).astype(np.int64)
+    inputs = settings.extractor([samples], return_tensors="np")
+    mask = np.asarray(inputs[FEATURE_MASK]).astype(np.int64)
     places = int(settings.config.get("audio_soft_tokens_per_image", 188)) + 1 if mask.any() else 0
-    return _Features({FEATURES: np.asarray(made[FEATURES], np.float32), FEATURE_MASK: mask}, places)
+    return _Features({FEATURES: np.asarray(inputs[FEATURES], np.float32), FEATURE_MASK: mask}, places)
 
 
 def _thrice_halved(length: int) -> int:
@@ -138,10 +138,10 @@ def _thrice_halved(length: int) -> int:
 def _extract(extractor: Any, samples: Samples, **others: Any) -> Mapping[str, Any]:
     """What Whisper's extractor makes of a sound at its own length."""
     rate = extractor.sampling_rate
-    made: Mapping[str, Any] = extractor(
+    extracted: Mapping[str, Any] = extractor(
         samples, sampling_rate=rate, padding=True, truncation=False, return_tensors="np", **others
     )
-    return made
+    return extracted
 
 
 def _whisper_extractor() -> Any:

@@ -133,10 +133,10 @@ class ModelBuilder:
                 parameters = {**self.backends.get(source.backend, {}), **source.parameters}
                 own = backend.build(written, version.path, parameters, lambda *_: None).config
                 return replace(with_config_defaults(own, source.config), aliases=source.aliases)
-            whole = self.complete_config(source, version)
+            completed = self.complete_config(source, version)
             if not is_composition(source.backend):
                 self._runtime_loader(source.backend).forget()
-            return self._model_config(whole, source, version)
+            return self._model_config(completed, source, version)
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
 
@@ -208,10 +208,10 @@ class ModelBuilder:
         needs = loader.needs(directory, self._fill_defaults(source.config), {**settings, **source.parameters})
         reservation = self.budget.reserve(source.name, version.number, needs)
         try:
-            whole = self.complete_config(source, version)
+            completed = self.complete_config(source, version)
             root = source.directory or directory
-            config = self._model_config(whole, source, version)
-            samples = ModelSamples(read_warmup_requests(whole, root), read_initial_states(whole, root))
+            config = self._model_config(completed, source, version)
+            samples = ModelSamples(read_warmup_requests(completed, root), read_initial_states(completed, root))
             validate_warmup_requests(config, samples.warmup_requests)
         except BaseException:
             reservation.release()
@@ -220,12 +220,14 @@ class ModelBuilder:
         parts = config, loader, directory, settings, samples
 
         def build(_: OnProgress) -> Model:
-            return self._with_cache(builder(*parts, self.quantiles, self.limiter), whole)
+            return self._with_cache(builder(*parts, self.quantiles, self.limiter), completed)
 
         return ModelFactory(build, reservation)
 
-    def _model_config(self, whole: RawConfig, source: ModelSource, version: VersionSource) -> ModelConfig:
-        return _to_model_config(whole, version.number, read_label_files(whole, source.directory or Path(version.path)))
+    def _model_config(self, config: RawConfig, source: ModelSource, version: VersionSource) -> ModelConfig:
+        return _to_model_config(
+            config, version.number, read_label_files(config, source.directory or Path(version.path))
+        )
 
     def _with_cache(self, model: MeasuredModel, config: RawConfig) -> MeasuredModel:
         if self.cache is None or not is_response_cache_enabled(config):
@@ -234,17 +236,17 @@ class ModelBuilder:
 
     def complete_config(self, source: ModelSource, version: VersionSource) -> RawConfig:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
-        whole = source.config
+        completed = source.config
         if self.auto_complete and not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend)
-            own = deepcopy(whole)  # which a package's loader may change in place
-            whole = complete_fields(loader.complete(Path(version.path), own, parameters))
+            own = deepcopy(completed)  # which a package's loader may change in place
+            completed = complete_fields(loader.complete(Path(version.path), own, parameters))
             if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching
-                whole = enable_default_batching(whole, size_given=source.config["max_batch_size"] > 0)
-        whole = self._fill_defaults(whole)
-        validate_config(whole, usable_gpus())
-        return whole
+                completed = enable_default_batching(completed, size_given=source.config["max_batch_size"] > 0)
+        completed = self._fill_defaults(completed)
+        validate_config(completed, usable_gpus())
+        return completed
 
     def _runtime_loader(self, backend: str, services: ModelServices | None = None) -> RuntimeLoader:
         return classic_runtime_loader(backend, self.backend_directory, services)

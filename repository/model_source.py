@@ -140,10 +140,10 @@ def read_model(
 
 
 def _read_pin(config: RawConfig) -> bool:
-    said = parameters_of(config).get(_PIN, "false")
-    if said not in ("true", "false"):
-        raise InvalidArgument(f"parameter '{_PIN}' must be true or false, got '{said}'", field=_PIN)
-    return said == "true"
+    pin = parameters_of(config).get(_PIN, "false")
+    if pin not in ("true", "false"):
+        raise InvalidArgument(f"parameter '{_PIN}' must be true or false, got '{pin}'", field=_PIN)
+    return pin == "true"
 
 
 def _read_config(directory: Path, override: RawConfig | None, config_name: str) -> tuple[RawConfig, Path | None]:

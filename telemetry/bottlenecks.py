@@ -179,7 +179,7 @@ def _bottlenecks(claims: list[TimeClaim], saturated: float) -> Iterator[Bottlene
         largest = max((claim for claim in claims if claim.cause is cause), key=lambda claim: claim.seconds)
         if share >= _LEAST_SHARE:
             why = f": {largest.why}" if largest.why else ""
-            text = f"{largest.what}, {percent(share)} of the requests' time{why}"
+            text = f"{largest.symptom}, {percent(share)} of the requests' time{why}"
             yield Bottleneck(cause, share, text, largest.turn, largest.evidence)
 
 
@@ -191,16 +191,16 @@ def _loop_claim(interval: ModelInterval, loops: ServerLoops) -> TimeClaim:
     described."""
     ended = interval.grown("charonia_requests_total")
     loop = loops.worst
-    name, what = "the event loop", "requests wait for the frontend's event loop"
+    name, symptom = "the event loop", "requests wait for the frontend's event loop"
     more = f"{loops.more_frontends}; " if loops.more_frontends else ""
     turn = f"{_LOG}; {more}fewer and larger requests, binary tensors, or another server"
     evidence = {"loop_busy": loop.busy, "loop_delay_seconds": loop.delay, "loop_lag_seconds": loop.lag}
     if loop.frontend:
         name = f"that of frontend {loop.frontend}"
-        what = "requests wait for a frontend's event loop"
+        symptom = "requests wait for a frontend's event loop"
         turn = f"{_LOG}; more connections, of which each stays with one frontend; {more}binary tensors"
     elif loops.frontends:
-        name, what = "it", "requests wait for the hub's event loop"
+        name, symptom = "it", "requests wait for the hub's event loop"
         turn = f"{_LOG}; fewer and larger requests, or another server: there is one hub, whatever --frontends says"
         if loops.setting == "auto":
             turn += "; clients whose connections are older than its frontends may connect again"
@@ -208,7 +208,7 @@ def _loop_claim(interval: ModelInterval, loops: ServerLoops) -> TimeClaim:
         f"{name} computes {percent(loop.busy)} of the time, and is late by {1e3 * loop.delay:.1f} ms "
         f"in the mean, by {1e3 * loop.lag:.0f} ms at most"
     )
-    return TimeClaim(Cause.FRONTEND, 2 * loops.delay * ended, what, why, turn, evidence)
+    return TimeClaim(Cause.FRONTEND, 2 * loops.delay * ended, symptom, why, turn, evidence)
 
 
 def _cold_start_claims(interval: ModelInterval) -> Iterator[TimeClaim]:

@@ -98,7 +98,7 @@ def _figures(interval: ModelInterval, latency: float) -> BatchFigures | None:
     )
 
 
-_WHATS = {
+_SYMPTOMS = {
     CloseReason.ALONE: ("the model does not batch", "dynamic_batching {} in its config"),
     CloseReason.FULL: ("requests are too large to share a batch", "max_batch_size up"),
     CloseReason.PREFERRED: ("batches leave at a preferred size", "a larger preferred_batch_size, or none"),
@@ -115,32 +115,32 @@ _WHATS = {
 
 
 def _batching_claim(figures: BatchFigures, delayed: float, unformed: float) -> TimeClaim:
-    what, turn = _WHATS[figures.reason]
+    symptom, turn = _SYMPTOMS[figures.reason]
     if figures.asked_one_by_one:
-        what = "clients ask one at a time"
+        symptom = "clients ask one at a time"
         turn = "clients that ask side by side, or larger requests"
         if delayed:
-            what, turn = f"{what}, and batches wait for others", f"max_queue_delay_microseconds 0, or {turn}"
+            symptom, turn = f"{symptom}, and batches wait for others", f"max_queue_delay_microseconds 0, or {turn}"
     elif figures.reason is CloseReason.DELAY and figures.size < figures.there / 2:
-        what, turn = "batches leave before others come", "max_queue_delay_microseconds up"
+        symptom, turn = "batches leave before others come", "max_queue_delay_microseconds up"
     why = (
         f"{figures.size:.1f} of {figures.most:.0f} items in a batch ({figures.reason.value}), "
         f"{figures.in_flight:.1f} requests in flight, {delayed:.2f} s waited for others to join"
     )
-    return TimeClaim(Cause.BATCHING, delayed + unformed, what, why, turn, _evidence(figures, delayed))
+    return TimeClaim(Cause.BATCHING, delayed + unformed, symptom, why, turn, _evidence(figures, delayed))
 
 
 def _queue_claim(interval: ModelInterval, figures: BatchFigures, seconds: float) -> TimeClaim:
     pending = interval.gauge("nv_inference_pending_request_count")
     why = f"{pending:.0f} wait, {figures}"
-    what = "requests wait for a free instance"
+    symptom = "requests wait for a free instance"
     turn = "instance_group.count up" + (", or max_batch_size" if figures.reason is CloseReason.FULL else "")
     if sequences := interval.gauge("charonia_sequences_waiting"):
-        what, why = "sequences wait for a slot", f"{sequences:.0f} of them, {why}"
+        symptom, why = "sequences wait for a slot", f"{sequences:.0f} of them, {why}"
         turn = "max_candidate_sequences or max_batch_size up, or instance_group.count"
     if limited := interval.whole.gauge("charonia_resource_waiting"):
         turn += f"; --rate-limit-resource, for which {limited:.0f} instances wait"
-    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, _evidence(figures) | {"waiting": pending})
+    return TimeClaim(Cause.QUEUE, seconds, symptom, why, turn, _evidence(figures) | {"waiting": pending})
 
 
 def _computation_claim(figures: BatchFigures, seconds: float) -> TimeClaim:

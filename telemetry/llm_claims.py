@@ -102,7 +102,7 @@ def _tenant_excess(interval: ModelInterval) -> TenantExcess | None:
 def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: float) -> Iterator[TimeClaim]:
     """The claims of waiting; `part` is the part of it that no tenant is to blame for."""
     state = SequenceState
-    whats = {
+    symptoms = {
         state.NO_ROW: ("requests wait until a running one ends", "--max-num-seqs up, or more --data-parallel-size"),
         state.NO_TOKENS: (
             "prompts wait for room in a step",
@@ -110,12 +110,12 @@ def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: flo
         ),
         state.PARKED: ("requests wait for a prefix that others compute, or for adapters", "--max-loras up"),
     }
-    waits = {queue_state: spent.get(queue_state, 0.0) for queue_state in whats}
+    waits = {queue_state: spent.get(queue_state, 0.0) for queue_state in symptoms}
     refused = sum(
         interval.grown("charonia_requests_total", outcome="rejected", reason=f"queue_full_{limit}")
         for limit in ("requests", "tokens")
     )
-    what, turn = whats[max(waits, key=lambda queue_state: waits[queue_state])]
+    symptom, turn = symptoms[max(waits, key=lambda queue_state: waits[queue_state])]
     running = interval.gauge("charonia_requests_running")
     waiting = interval.gauge("charonia_requests_waiting")
     why = f"{running:.0f} run and {waiting:.0f} wait"
@@ -123,16 +123,16 @@ def _queue_claims(interval: ModelInterval, spent: Mapping[str, float], part: flo
         why += f", and {refused:.0f} were refused because the queue was full"
         turn += "; --max-queued-requests and --max-queued-tokens say how many may wait"
     evidence = {"running": running, "waiting": waiting, "refused": refused}
-    yield TimeClaim(Cause.QUEUE, sum(waits.values()) * part, what, why, turn, evidence | _named(waits))
+    yield TimeClaim(Cause.QUEUE, sum(waits.values()) * part, symptom, why, turn, evidence | _named(waits))
     usage = interval.gauge("charonia_kv_cache_usage_ratio")
     why = f"{percent(usage)} of {interval.gauge('charonia_kv_cache_tokens'):,.0f} tokens are in use, {why}"
-    what = "requests wait for blocks of the cache"
+    symptom = "requests wait for blocks of the cache"
     blocked = spent.get(state.NO_BLOCKS, 0.0) * part
     turn, evidence = _MORE_CACHE, evidence | {"usage": usage}
     if held := interval.gauge("charonia_kv_transfer_held_blocks"):
         why += f", and {held:,.0f} blocks are held for other servers"
         turn, evidence = f"hold_seconds down, or {turn}", evidence | {"held_blocks": held}
-    yield TimeClaim(Cause.CACHE_FULL, blocked, what, why, turn, evidence)
+    yield TimeClaim(Cause.CACHE_FULL, blocked, symptom, why, turn, evidence)
 
 
 def _named(waits: Mapping[SequenceState, float]) -> dict[str, float]:
@@ -159,8 +159,8 @@ def _directory_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
     if late or stalled:
         turn = "a faster disk or network for --kv-cache-dir, or none"
     evidence = {"fetched": fetched, "computed": computed, "late": late, "stalled": stalled}
-    what = "requests wait for files of the cache's directory"
-    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, evidence)
+    symptom = "requests wait for files of the cache's directory"
+    return TimeClaim(Cause.QUEUE, seconds, symptom, why, turn, evidence)
 
 
 def _transfer_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
@@ -174,8 +174,8 @@ def _transfer_claim(interval: ModelInterval, seconds: float) -> TimeClaim:
     elif fetching < seconds / 2:  # several wait for one, or in the line
         turn = "most_fetches up, where the network has room"
     evidence = {"received": received, "failed": failed, "fetching_seconds": fetching}
-    what = "requests wait for blocks that another server computed"
-    return TimeClaim(Cause.QUEUE, seconds, what, why, turn, evidence)
+    symptom = "requests wait for blocks that another server computed"
+    return TimeClaim(Cause.QUEUE, seconds, symptom, why, turn, evidence)
 
 
 def _preemption_claims(interval: ModelInterval, seconds: float, recomputed: float) -> Iterator[TimeClaim]:
@@ -184,8 +184,8 @@ def _preemption_claims(interval: ModelInterval, seconds: float, recomputed: floa
         why = f"{count:.0f} preemptions, {recomputed:,.0f} tokens were computed again"
         turn = f"{_MORE_CACHE}; fewer --max-num-seqs, or --admission no_evict"
         evidence = {"preemptions": count, "recomputed_tokens": recomputed}
-        what = "running sequences lose their cache and wait to go on"
-        yield TimeClaim(Cause.PREEMPTIONS, seconds, what, why, turn, evidence)
+        symptom = "running sequences lose their cache and wait to go on"
+        yield TimeClaim(Cause.PREEMPTIONS, seconds, symptom, why, turn, evidence)
 
 
 def _snapshot_claim(interval: ModelInterval, seconds: float, missed: float) -> TimeClaim:
@@ -202,8 +202,8 @@ def _snapshot_claim(interval: ModelInterval, seconds: float, missed: float) -> T
         turn = "nothing: where prompts part a state is kept from the second on that has the beginning"
     evidence = {"missed_tokens": missed, "snapshot_hits": begun, "evictions": evicted, "snapshots": kept}
     evidence["host_snapshots"] = interval.gauge("charonia_state_host_snapshots")
-    what = "prompts are computed though the cache has their blocks"
-    return TimeClaim(Cause.NO_SNAPSHOT, seconds, what, why, turn, evidence)
+    symptom = "prompts are computed though the cache has their blocks"
+    return TimeClaim(Cause.NO_SNAPSHOT, seconds, symptom, why, turn, evidence)
 
 
 def _reader_claim(interval: ModelInterval, seconds: float, loop_is_late: bool) -> TimeClaim:
@@ -226,15 +226,15 @@ def _preparation_claims(interval: ModelInterval) -> Iterator[TimeClaim]:
     decoding, encoding = (interval.grown(f"charonia_{name}_seconds_total") for name in ("media", "tower"))
     if media := min(decoding + encoding, seconds):
         waiting, running = (interval.gauge(f"charonia_{name}") for name in ("media_waiting", "tower_running"))
-        what = "media are decoded and encoded"
+        symptom = "media are decoded and encoded"
         turn = "smaller images, shorter sounds or sources; --media-processes up where they wait to be decoded"
         why = f"decoding took {decoding:.2f} s and {waiting:.0f} wait, the tower {encoding:.2f} s and has {running:.0f}"
         evidence = {"decoding_seconds": decoding, "media_waiting": waiting, "encoding_seconds": encoding}
-        yield TimeClaim(Cause.FRONTEND, media, what, why, turn, evidence)
+        yield TimeClaim(Cause.FRONTEND, media, symptom, why, turn, evidence)
     texts = seconds - media
-    what = "requests are made ready"
+    symptom = "requests are made ready"
     turn = "shorter prompts and simpler schemas, or more cores for the frontend"
-    yield TimeClaim(Cause.FRONTEND, texts, what, f"templates, tokens and grammars took {texts:.2f} s", turn)
+    yield TimeClaim(Cause.FRONTEND, texts, symptom, f"templates, tokens and grammars took {texts:.2f} s", turn)
 
 
 def _step_claims(
@@ -246,13 +246,13 @@ def _step_claims(
     if steps and (uncaptured := eager.pop(EagerReason.NOT_CAPTURED, 0)):
         cold = seconds * min(uncaptured / steps, 1.0)
         seconds -= cold
-        what = "steps find no CUDA graph yet"
+        symptom = "steps find no CUDA graph yet"
         why = f"{uncaptured:.0f} of {steps:.0f} steps were launched without one"
         turn = "--warm-up-graphs, or requests like yours before the server gets its traffic"
         if failed := interval.grown("charonia_graph_capture_failures_total"):
             why, turn = f"{why}, and {failed:.0f} captures failed", "see the log, which names what kept them"
         evidence = {"eager_steps": uncaptured, "steps": steps, "failed_captures": failed}
-        yield TimeClaim(Cause.COLD_START, cold, what, why, turn, evidence)
+        yield TimeClaim(Cause.COLD_START, cold, symptom, why, turn, evidence)
     if not steps or not took:
         turn = "a faster machine, or more of them"
         yield TimeClaim(Cause.COMPUTATION, seconds, "requests are computed", "the engine tells no steps", turn)
@@ -285,16 +285,16 @@ def _step_claims(
     evidence |= {"bandwidth_share": reads, "arithmetic_share": works}
     why = f"{why}; reading takes {percent(reads)} of it, arithmetic {percent(works)}"
     if reads >= works:
-        what = "steps read weights and cache"
+        symptom = "steps read weights and cache"
         turn = "--quantization int8 or int4, --kv-cache-dtype int8, or more rows"
-        yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, what, why, turn, evidence)
+        yield TimeClaim(Cause.MEMORY_BANDWIDTH, seconds * reads, symptom, why, turn, evidence)
     else:
-        what = "steps multiply"
+        symptom = "steps multiply"
         turn = f"--quantization int8, {split}or more --data-parallel-size"
-        yield TimeClaim(Cause.ARITHMETIC, seconds * works, what, why, turn, evidence)
+        yield TimeClaim(Cause.ARITHMETIC, seconds * works, symptom, why, turn, evidence)
     rest = seconds * (1 - max(reads, works))
-    what = "steps take longer than reading and multiplying need"
+    symptom = "steps take longer than reading and multiplying need"
     turn = "see `charonia doctor`, and --threads"
     if launched:
         turn = "faster cores, or fewer processes beside: the kernels of launched steps wait for the host"
-    yield TimeClaim(Cause.COMPUTATION, rest, what, why, turn, evidence)
+    yield TimeClaim(Cause.COMPUTATION, rest, symptom, why, turn, evidence)

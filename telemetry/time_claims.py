@@ -24,7 +24,7 @@ class Cause(StrEnum):
 class TimeClaim(NamedTuple):
     cause: Cause
     seconds: float
-    what: str
+    symptom: str
     """What happens, as a main clause."""
     why: str
     """The evidence in words."""

@@ -133,8 +133,8 @@ def checkpoint_fingerprint(directory: Path) -> str:
     known before all files are there."""
     if directory.match("models--*/snapshots/*"):
         return sha256(directory.name.encode()).hexdigest()
-    here = directory.iterdir() if directory.is_dir() else [directory]
-    files = sorted((path.name, path.stat().st_size) for path in here if path.is_file())
+    paths = directory.iterdir() if directory.is_dir() else [directory]
+    files = sorted((path.name, path.stat().st_size) for path in paths if path.is_file())
     return sha256(json.dumps(files).encode()).hexdigest()
 
 

@@ -35,15 +35,15 @@ def split_words(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], s
 
 def _characters(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[SpokenWord]:
     """The fewest tokens that are whole characters, or all that there will ever be of one."""
-    whole = decode(tokens)
+    whole_text = decode(tokens)
     parts: list[SpokenWord] = []
-    first, done = 0, 0
+    first, characters = 0, 0
     for end in range(1, len(tokens) + 1):
         text = decode(tokens[first:end])
         cut = text.find(_CUT)
-        if cut < 0 or whole[done + cut : done + cut + 1] in ("", _CUT):
+        if cut < 0 or whole_text[characters + cut : characters + cut + 1] in ("", _CUT):
             parts.append(SpokenWord(text, first, end))
-            first, done = end, done + len(text)
+            first, characters = end, characters + len(text)
     if first < len(tokens):
         parts.append(SpokenWord(decode(tokens[first:]), first, len(tokens)))
     return parts

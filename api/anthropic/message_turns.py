@@ -158,9 +158,9 @@ class _Turn:
         content: str | list[JsonObject] = "\n".join(texts)
         if len(texts) < len(parts):
             content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-        made = {"role": self.role, "content": content, "tool_calls": self.calls}
-        made |= {"reasoning": "\n".join(self.thoughts), "tool_call_id": self.answers}
-        return {name: value for name, value in made.items() if value or name == "content"}
+        members = {"role": self.role, "content": content, "tool_calls": self.calls}
+        members |= {"reasoning": "\n".join(self.thoughts), "tool_call_id": self.answers}
+        return {name: value for name, value in members.items() if value or name == "content"}
 
 
 class ChatTurns:
@@ -187,9 +187,9 @@ class ChatTurns:
     def add_system(self, system: str | list[Any]) -> None:
         """Add what the body's `system` says. Raises `InvalidArgument` for a block that is no text."""
         texts = [system] if isinstance(system, str) else [block.text for block in _text_blocks(system, "system")]
-        said = [text for text in texts if text and not text.startswith(_BILLING)]
-        if said:
-            self._turn("system", "system").parts += said
+        instructions = [text for text in texts if text and not text.startswith(_BILLING)]
+        if instructions:
+            self._turn("system", "system").parts += instructions
 
     def add_turn(self, members: Mapping[str, Any], where: str) -> None:
         """Add one of the body's messages, which lies at `where`. Raises `InvalidArgument` for one that cannot be read;

@@ -81,11 +81,11 @@ async def receive_body(
 ) -> bytes | bytearray:
     """The whole body, of which a header may have `announced` the length; copied once if it came in parts. Raises
     `too_large` of its size for more than `limit` bytes, as soon as that is known, and `ClientDisconnected`."""
-    whole = take_complete_body(request.scope, request.receive)
-    if whole is not None:
-        if len(whole) > limit:
-            raise too_large(len(whole), limit)
-        return whole
+    complete = take_complete_body(request.scope, request.receive)
+    if complete is not None:
+        if len(complete) > limit:
+            raise too_large(len(complete), limit)
+        return complete
     if announced.isdigit() and int(announced) > limit:
         raise too_large(int(announced), limit)
     body, more = bytearray(), True

@@ -200,8 +200,8 @@ def class_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     if scores.shape[1] == 1 or (scores.min() >= 0 and np.allclose(scores.sum(axis=1), 1, atol=1e-3)):
         return scores
     raised = np.exp(scores - scores.max(axis=1, keepdims=True))
-    made: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
-    return made
+    probabilities: NDArray[np.float32] = raised / raised.sum(axis=1, keepdims=True)
+    return probabilities
 
 
 def _check_encoder(model: ModelHandle, output: str, what: str, inputs: Sequence[str]) -> None:

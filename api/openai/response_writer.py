@@ -338,8 +338,8 @@ class OpenAIResponseWriter:
         if prompt_ids:
             self._format.show_prompts(chunk, "prompt_token_ids", [prompt_ids])
         if self._spec.include_usage:
-            told = self._spec.continuous_usage or not choices
-            chunk["usage"] = (usage or self._total()) if told else None
+            shows_usage = self._spec.continuous_usage or not choices
+            chunk["usage"] = (usage or self._total()) if shows_usage else None
             chunk |= {} if choices else self._metrics()
         return sse_event(orjson.dumps(chunk))
 

@@ -293,8 +293,8 @@ class _Reading:
                 raise InvalidArgument("Unable to parse 'classification': it must be above 0", field="classification")
             memory = None
             if "shared_memory_region" in parameters:
-                for other, there in (("classification", classes), ("binary_data", binary)):
-                    if there:
+                for other, value in (("classification", classes), ("binary_data", binary)):
+                    if value:
                         message = f"Output can't set both 'shared_memory_region' and '{other}'"
                         raise InvalidArgument(message, field=other)
                 memory = self._shared_memory(parameters)
@@ -315,7 +315,7 @@ def _check_one_source(name: str, members: JsonObject, parameters: JsonObject) ->
     sources = ("data" in members, "binary_data_size" in parameters, "shared_memory_region" in parameters)
     if sources.count(True) == 1:
         return
-    sources_set = [source.split()[0] for source, there in zip(_SOURCES, sources, strict=True) if there]
+    sources_set = [source.split()[0] for source, is_set in zip(_SOURCES, sources, strict=True) if is_set]
     problem = f"But set {' '.join(sources_set)}" if sources_set else "But no field is set"
     raise InvalidArgument(f"{_ONE_SOURCE} {problem}", field=name)
 

@@ -28,16 +28,16 @@ def _voxtral(model: Any, input_features: Tensor) -> list[Tensor]:
 def _qwen3_asr(model: Any, input_features: Tensor, input_features_mask: Tensor) -> list[Tensor]:
     size = int(model.config.audio_config.n_window_infer) * _MOST_WINDOWS
     sounds = []
-    for sound, whole in zip(input_features, input_features_mask, strict=True):
-        parts = zip(torch.split(sound[None], size, -1), torch.split(whole[None], size, -1), strict=True)
+    for sound, sound_mask in zip(input_features, input_features_mask, strict=True):
+        parts = zip(torch.split(sound[None], size, -1), torch.split(sound_mask[None], size, -1), strict=True)
         rows = [model.get_audio_features(part, mask, return_dict=True).pooler_output for part, mask in parts]
         sounds.append(torch.cat(rows))
     return sounds
 
 
 def _gemma4(model: Any, input_features: Tensor, input_features_mask: Tensor) -> list[Tensor]:
-    made = model.get_audio_features(input_features, input_features_mask.bool(), return_dict=True)
-    return [rows[mask.bool()] for rows, mask in zip(made.pooler_output, made.attention_mask, strict=True)]
+    outputs = model.get_audio_features(input_features, input_features_mask.bool(), return_dict=True)
+    return [rows[mask.bool()] for rows, mask in zip(outputs.pooler_output, outputs.attention_mask, strict=True)]
 
 
 def load_gemma3n_ear(files: TowerFiles, dtype: torch.dtype, device: str) -> TowerModule:
@@ -72,10 +72,10 @@ def _gemma3n(model: Any, input_features: Tensor, input_features_mask: Tensor) ->
     """As many rows for each sound, whatever its length: what is missing is the embedding of the last token. The row
     behind them is that of the token that ends a sound, which is none of the language part's."""
     config = model.config
-    made = model.get_audio_features(input_features, ~input_features_mask.bool(), return_dict=True)
+    outputs = model.get_audio_features(input_features, ~input_features_mask.bool(), return_dict=True)
     ids = [config.text_config.vocab_size - 1, config.eoa_token_id]
     missing, end = model.embed_audio(input_ids=torch.tensor(ids, device=input_features.device))
-    rows = made.pooler_output.where(~made.audio_mel_mask.unsqueeze(-1), missing)
+    rows = outputs.pooler_output.where(~outputs.audio_mel_mask.unsqueeze(-1), missing)
     rest = missing.expand(len(rows), config.audio_soft_tokens_per_image - rows.shape[1], -1)
     return [*torch.cat((rows, rest, end.expand(len(rows), 1, -1)), 1)]
 

@@ -175,9 +175,9 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale
                 for head in range(heads):
                     _attend_long_window(q[window, head], k[window, head], v[window, head], scale, out[window, head])
             continue
-        for some in torch.split(torch.tensor(windows), max(1, _SCORES // (heads * length**2))):
-            places = (some[:, None] + torch.arange(length)).flatten()
-            shape = (len(some), length, heads, -1)
+        for group in torch.split(torch.tensor(windows), max(1, _SCORES // (heads * length**2))):
+            places = (group[:, None] + torch.arange(length)).flatten()
+            shape = (len(group), length, heads, -1)
             queries, keys, values = (tensor[places].view(shape).transpose(1, 2) for tensor in (q, k, v))
             scores = (queries.float() * scale) @ keys.float().transpose(-1, -2)
             rows = scores.softmax(-1).to(v.dtype) @ values
@@ -189,6 +189,6 @@ def _attend_long_window(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tens
     """One head of a window, [tokens, size], into `out`."""
     keys, values = _pack(k.float().contiguous()), _pack(v.T.contiguous())
     for begin in range(0, len(q), _QUERIES):
-        some = slice(begin, begin + _QUERIES)
-        scores = _multiply(q[some].float() * scale, keys)
-        out[some] = _multiply(scores.softmax(-1).to(v.dtype), values)
+        span = slice(begin, begin + _QUERIES)
+        scores = _multiply(q[span].float() * scale, keys)
+        out[span] = _multiply(scores.softmax(-1).to(v.dtype), values)

@@ -163,8 +163,8 @@ def tower_request(inputs: Arrays) -> InferRequest:
     for name, array in inputs.items():
         if name not in INPUTS:
             raise InvalidArgument(f"the processor has made '{name}', which no tower takes")
-        whole = np.ascontiguousarray(array, NUMPY_TYPES[INPUTS[name]])[None]
-        tensors[name] = Tensor(name, INPUTS[name], whole.shape, whole)
+        batch = np.ascontiguousarray(array, NUMPY_TYPES[INPUTS[name]])[None]
+        tensors[name] = Tensor(name, INPUTS[name], batch.shape, batch)
     return InferRequest(inputs=tensors)
 
 

@@ -204,9 +204,9 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     if config.get("model_type") == "voxtral_realtime":
         raise CheckpointError(f"{directory}: Voxtral Realtime is not served: its sounds are added to its texts")
     part = text_config(config)
-    whole = str(config["architectures"][0]) if part is not None and has_plain_wrapper(config) else ""
+    wrapper = str(config["architectures"][0]) if part is not None and has_plain_wrapper(config) else ""
     own = with_stored_dtype(config if part is None else part, directory)
-    return Checkpoint(directory, own, part is not None, whole)
+    return Checkpoint(directory, own, part is not None, wrapper)
 
 
 _STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

@@ -259,8 +259,8 @@ class LlmModel:
                 stand_ins = None if media is None else media.text
                 prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
                 banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
-                whole = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
-                echo = await tokenizer.prompt_text(whole, prompt) if request.echo else ""
+                echoed = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
+                echo = await tokenizer.prompt_text(echoed, prompt) if request.echo else ""
                 plan = await tokenizer.call(plan_answer, request, prompt, bundle.tokenizer, self._spec.parsers)
                 if plan.warning:
                     context.warn(plan.warning)

@@ -271,8 +271,8 @@ class ModelMedia:
         assert self._services is not None
         tokens = np.array(prompt, np.int64)[None]
         text = SourceText(sha256(tokens.tobytes()).digest(), {SOURCE: tokens})
-        made = await context.in_time(self._services.encoder.encode(text, context, add.spec.salt), timeout)
-        encoded = EncoderRows(made.length, text.digest, made.rows, made.dtype, len(prompt))
+        output = await context.in_time(self._services.encoder.encode(text, context, add.spec.salt), timeout)
+        encoded = EncoderRows(output.length, text.digest, output.rows, output.dtype, len(prompt))
         return replace(add, spec=replace(add.spec, encoded=encoded))
 
     async def encode(self, window: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:

@@ -106,16 +106,16 @@ class PromptedTranscriber:
         media = await self._media.read(prompt, context, request.cache_salt, timeout)
         assert media is not None, "a model that hears has a token for sounds"
         [sound] = media.prepared
-        said = request.sampling
+        wanted = request.sampling
         sampling = SamplingParams(
             max_tokens=_LEAST_TOKENS + math.ceil(_TOKENS_A_SECOND * sound.seconds),
-            temperature=said.temperature or 0.0,
-            seed=said.seed,
+            temperature=wanted.temperature or 0.0,
+            seed=wanted.seed,
         )
-        asked = replace(request, speech=None, prompt=prompt, sampling=sampling, lenient_limits=True)
+        question = replace(request, speech=None, prompt=prompt, sampling=sampling, lenient_limits=True)
         transcript = Transcript(speech.language, sound.seconds)
         text = _AfterMarker("" if speech.language else self._form.marker)
-        async with aclosing(self._ask(asked, context, media)) as stream:
+        async with aclosing(self._ask(question, context, media)) as stream:
             async for chunk in stream:
                 if chunk.finish_reason is FinishReason.TIMEOUT:
                     raise RequestTimeout

@@ -96,30 +96,30 @@ def _parse(request: InferRequest, context: RequestContext) -> _SpeechCall:
         raise InvalidArgument(f"{_AUDIO} is empty", field=_AUDIO)
     tensors = {name: _value(tensor) for name, tensor in request.inputs.items() if name != _AUDIO}
     ignored = list[str]()
-    said = parse_fields({**request.parameters, **tensors}, _SpeechParameters, ignored)
+    parameters = parse_fields({**request.parameters, **tensors}, _SpeechParameters, ignored)
     if ignored:
         context.warn(f"ignored: {', '.join(sorted(ignored))}")
     segments, words = (name in (request.outputs or ()) for name in (_SEGMENTS, _WORDS))
-    if words and said.translate:
+    if words and parameters.translate:
         raise InvalidArgument(f"{_WORDS}: times of words are of transcriptions alone", field="translate")
     return _SpeechCall(
         GenerateRequest(
             id=request.id,
             speech=Speech(
                 file_source("audio", content, _AUDIO),
-                language=language_code(said.language),
-                translate=said.translate,
-                context=said.prompt,
+                language=language_code(parameters.language),
+                translate=parameters.translate,
+                context=parameters.prompt,
                 timestamps=segments or words,
                 no_speech=segments,
                 words=words,
             ),
-            sampling=SamplingParams(temperature=said.temperature, seed=said.seed),
-            priority=said.priority,
-            cache_salt=said.cache_salt,
-            timeout=said.timeout / 1e6,
+            sampling=SamplingParams(temperature=parameters.temperature, seed=parameters.seed),
+            priority=parameters.priority,
+            cache_salt=parameters.cache_salt,
+            timeout=parameters.timeout / 1e6,
         ),
-        said.stream,
+        parameters.stream,
         segments,
         words,
     )

@@ -223,10 +223,10 @@ class ArrivingTransfers:
 
     def wait_for(self, arrival: Arrival, question: Callable[[], None]) -> None:
         """Have the step loop do it. Raises `TransferError` where the sequence is gone."""
-        done = self._inbox.call(question)
+        answer = self._inbox.call(question)
         while not arrival.fetch.cancelled:
             try:
-                done.result(1.0)
+                answer.result(1.0)
                 return
             except TimeoutError:
                 continue

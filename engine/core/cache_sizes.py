@@ -199,10 +199,10 @@ def _host_sizes(config: EngineConfig, capacity: Capacity, caching: bool, fractio
         (f"a block of {config.cache.block_size} tokens", capacity.block_bytes * ranks, room - int(room * fraction)),
         ("a state", capacity.state_bytes * ranks, int(room * fraction)),
     )
-    for what, size, share in kinds:
+    for kind, size, share in kinds:
         if share < size:
             of = f", of which it gets {share}" if share < room else ""
-            raise InvalidArgument(f"{what} takes {size} bytes, and {field} is {room}{of}", field=field)
+            raise InvalidArgument(f"{kind} takes {size} bytes, and {field} is {room}{of}", field=field)
     blocks, snapshots = (share // size if size else 0 for _, size, share in kinds)
     return blocks, snapshots
 
@@ -219,9 +219,9 @@ def retention_budget(config: EngineConfig, sizes: CacheSizes, capacity: Capacity
     if not sizes.prefix_caching:
         raise InvalidArgument(f"{field}: what is retained is found by prefix caching, which is off", field=field)
     ranks = config.parallel.world
-    whole = max((sizes.blocks * capacity.block_bytes + sizes.snapshots * capacity.state_bytes) * ranks, 1)
-    blocks = sizes.blocks * min(room, whole) // whole
+    total = max((sizes.blocks * capacity.block_bytes + sizes.snapshots * capacity.state_bytes) * ranks, 1)
+    blocks = sizes.blocks * min(room, total) // total
     if not blocks:
         size = capacity.block_bytes * ranks
-        raise InvalidArgument(f"a block takes {size} bytes of the cache's {whole}, and {field} is {room}", field=field)
-    return RetentionBudget(blocks, sizes.snapshots * min(room, whole) // whole)
+        raise InvalidArgument(f"a block takes {size} bytes of the cache's {total}, and {field} is {room}", field=field)
+    return RetentionBudget(blocks, sizes.snapshots * min(room, total) // total)

@@ -125,13 +125,13 @@ class Inbox:
         else:
             self._queue.put(new)
 
-    def _take_constrained(self, new: NewRequest, made: SequenceConstraint | BaseException) -> None:
-        if isinstance(made, SequenceConstraint):
-            self._queue.put(new._replace(constraint=made))
-        elif isinstance(made, InvalidArgument):
-            self._put(RequestRejected(new.spec.key, SentError.of(made)))
+    def _take_constrained(self, new: NewRequest, outcome: SequenceConstraint | BaseException) -> None:
+        if isinstance(outcome, SequenceConstraint):
+            self._queue.put(new._replace(constraint=outcome))
+        elif isinstance(outcome, InvalidArgument):
+            self._put(RequestRejected(new.spec.key, SentError.of(outcome)))
         else:
-            self._put(made)
+            self._put(outcome)
 
     def fail(self, error: BaseException) -> None:
         """Let the loop end with this error."""

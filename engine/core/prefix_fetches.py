@@ -200,8 +200,8 @@ class PrefixFetches:
         for image in fetch.images:
             del self._fetch_of[image]
         self._tier.settle(fetch.images, arrived)
-        if came := sum(arrived):
-            self._pace.observe(came, time.monotonic() - fetch.began)
+        if landed := sum(arrived):
+            self._pace.observe(landed, time.monotonic() - fetch.began)
         for key in fetch.waiting:
             waiting = self._waiting.get(key)
             if waiting is not None:

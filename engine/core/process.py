@@ -186,10 +186,10 @@ def start_core(config: EngineConfig, executor: Executor, progress: LoadProgress)
     if capacity.on_gpu:
         learn_step_times(core)
     gc_tuning.collect_and_freeze(frozen_too=False)
-    here = capacity.machine and not capacity.on_gpu and config.parallel.backend == "mp"
+    on_this_host = capacity.machine and not capacity.on_gpu and config.parallel.backend == "mp"
     states = (sizes.extra_states + config.scheduler.max_num_seqs) * capacity.state_bytes
     cached = sizes.blocks * capacity.block_bytes + states + capacity.cross_bytes
-    cache_bytes = cached * config.parallel.world if here else 0
+    cache_bytes = cached * config.parallel.world if on_this_host else 0
     source = capacity.encoder if capacity.encoder is not None and capacity.encoder.reads_text else None
     return core, CoreReady(
         capacity.vocab_size,

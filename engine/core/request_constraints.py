@@ -52,19 +52,19 @@ class RequestConstraints:
         """Called by the thread that compiled, or at once."""
         if message.spec.key not in self._compiling:
             return
-        made: SequenceConstraint | BaseException
+        outcome: SequenceConstraint | BaseException
         try:
-            made = _constraint(message, compiled.result())
+            outcome = _constraint(message, compiled.result())
         except CancelledError:
             return  # the core is being stopped
         except CONTROL_FLOW:
             raise
         except BaseException as error:
-            made = error
+            outcome = error
         with self._lock:  # until it is taken: who aborts it now comes behind it
             if message.spec.key in self._compiling:
                 self._compiling.remove(message.spec.key)
-                take(made)
+                take(outcome)
 
 
 def _constraint(message: AddRequest, grammar: CompiledGrammar | None) -> SequenceConstraint:

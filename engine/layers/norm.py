@@ -36,8 +36,8 @@ class TorchNorm:
 
     def norm_heads(self, x: Tensor, heads: int) -> None:
         """Normalizes the first `heads` of x [N, more heads, n] in place."""
-        some = x[:, :heads]
-        some.copy_(self(some))
+        part = x[:, :heads]
+        part.copy_(self(part))
 
     def norm_part(self, x: Tensor, first: int) -> None:
         """Normalizes n numbers of each token's, from number `first` on, of x [N, heads, size] in place."""

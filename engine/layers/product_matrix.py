@@ -148,15 +148,15 @@ class ProductMatrix:
         x = self._loader.dtype
         sizes = (self.outputs, self._inputs)
         out = torch.float32 if self._use.float32 else x
-        there = None
+        packed = None
         if arrays is not None:
-            there = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            packed = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if kept == "int4":
-            return GroupedMatmul(GroupedFormat(*sizes, GROUP_SIZE, False, x, out), bias, memory, packed=there)
+            return GroupedMatmul(GroupedFormat(*sizes, GROUP_SIZE, False, x, out), bias, memory, packed=packed)
         if codes is None or codes.by_row:
             dtype = torch.int8 if kept == _STORED else getattr(torch, kept)
-            return PackedMatmul(MatmulFormat(*sizes, dtype, x, out), bias, memory, there)
-        return GroupedMatmul(self._grouped_format(codes), bias, memory, codes.order, there)
+            return PackedMatmul(MatmulFormat(*sizes, dtype, x, out), bias, memory, packed)
+        return GroupedMatmul(self._grouped_format(codes), bias, memory, codes.order, packed)
 
     def _pack(self, product: PackedMatmul | GroupedMatmul, codes: CodeForm | None) -> None:
         if codes is not None:
@@ -257,13 +257,13 @@ class ProductMatrix:
         scales = torch.empty(self.outputs, *groups, device=loader.device)
         if stored is not None:
             for first, tile in loader.code_tiles(self._slices, stored):
-                some = slice(first, first + len(tile.weights))
-                weight[some] = tile.weights if stored.floats else as_int8(tile.weights)
-                scales[some] = tile.scales.reshape(-1, *groups)
+                span = slice(first, first + len(tile.weights))
+                weight[span] = tile.weights if stored.floats else as_int8(tile.weights)
+                scales[span] = tile.scales.reshape(-1, *groups)
             return QuantisedRows(weight, scales)
         for first, rows in loader.tiles(self._slices):
-            some = slice(first, first + len(rows))
-            weight[some], scales[some] = quantise_rows(rows.to(loader.device).contiguous(), kind)
+            span = slice(first, first + len(rows))
+            weight[span], scales[span] = quantise_rows(rows.to(loader.device).contiguous(), kind)
         return QuantisedRows(weight, scales)
 
     def in_torch(self, bias: Tensor | None) -> Matmul:
@@ -281,8 +281,8 @@ class ProductMatrix:
             weight = torch.empty(sizes, dtype=torch.int8)
             scales = torch.empty(self.outputs)
             for first, rows in loader.tiles(self._slices):
-                some = slice(first, first + len(rows))
-                weight[some], scales[some] = quantize_rows(rows)
+                span = slice(first, first + len(rows))
+                weight[span], scales[span] = quantize_rows(rows)
             return TorchInt8Matmul(weight.t(), scales, None if bias is None else bias.float())
         return torch_matmul(self._floats(), bias)
 

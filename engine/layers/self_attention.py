@@ -150,7 +150,7 @@ def _apart(matrix: OutputShard, size: int, rotated: int) -> list[OutputShard]:
     for head in range(matrix.features.start, matrix.features.stop, size):
         end = head + rotated
         rows = slice(head, end, 2), slice(head + 1, end, 2), slice(end, head + size)
-        parts += [matrix._replace(features=some) for some in rows if some.start < some.stop]
+        parts += [matrix._replace(features=span) for span in rows if span.start < span.stop]
     return parts
 
 

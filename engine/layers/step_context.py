@@ -102,6 +102,6 @@ class StepContext:
         """The context of linear layers that compute these `rows` [n] of the step alone: their adapters are theirs."""
         if self.adapters is None:
             return self
-        some = copy(self)
-        some.adapters = self.adapters.among(rows.cpu().numpy())
-        return some
+        context = copy(self)
+        context.adapters = self.adapters.among(rows.cpu().numpy())
+        return context

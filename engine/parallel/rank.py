@@ -127,9 +127,9 @@ class TensorParallelGroup:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        whole = partial.contiguous()
-        _translate_errors(dist.all_reduce, whole, group=self._group)
-        return whole
+        reduced = partial.contiguous()
+        _translate_errors(dist.all_reduce, reduced, group=self._group)
+        return reduced
 
     def all_gather(self, part: Tensor, total: int) -> Tensor:
         widths = [part.stop - part.start for part in all_rank_slices(total, self.size)]

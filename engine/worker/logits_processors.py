@@ -57,28 +57,28 @@ class _TokenHistory:
         self.device = tokens.device
 
     def since(self, places: LongArray, begins: LongArray) -> tuple[Tensor, Tensor]:
-        """Ids [places, longest] from position `begins` on, and which of them are there; others repeat the first."""
+        """Ids [places, longest] from position `begins` on, and which of them are tokens; others repeat the first."""
         ends = self.positions[places]
         first = self.to(begins).unsqueeze(-1)
         at = first + torch.arange(int((ends - begins).max()), device=self.device)
-        there = at < self.to(ends).unsqueeze(-1)
+        is_token = at < self.to(ends).unsqueeze(-1)
         rows = self.to(self._rows[places]).unsqueeze(-1)
-        return self._tokens[rows, torch.where(there, at, first)].long(), there
+        return self._tokens[rows, torch.where(is_token, at, first)].long(), is_token
 
     def lists(self, places: LongArray, begins: LongArray) -> list[list[int]]:
         """The ids from position `begins` on, on the host."""
         if not (self.positions[places] > begins).any():
             return [[] for _ in begins]
-        ids, there = self.since(places, begins)
-        counts = there.sum(-1).tolist()
+        ids, is_token = self.since(places, begins)
+        counts = is_token.sum(-1).tolist()
         return [row[:count] for row, count in zip(ids.tolist(), counts, strict=True)]
 
     def end_with(self, places: LongArray, heads: LongArray) -> Tensor:
         """bool [W]: whether row `places[i]` ends with `heads[i]`; heads is [W, H]."""
         at = self.positions[places][:, None] + np.arange(-heads.shape[1], 0)
         last_tokens = self._tokens[self.to(self._rows[places][:, None]), self.to(at.clip(0))]
-        there = self.to((at >= 0) & (heads != _ANY))
-        return ((last_tokens == self.to(heads)) & there | self.to(heads == _ANY)).all(-1)
+        is_token = self.to((at >= 0) & (heads != _ANY))
+        return ((last_tokens == self.to(heads)) & is_token | self.to(heads == _ANY)).all(-1)
 
     def to(self, column: NDArray[Any]) -> Tensor:
         return to_device(column, self.device)
@@ -137,9 +137,9 @@ def _penalise_output(logits: Tensor, rows: Sequence[PreparedLogitsParams], histo
         return
     at = history.to(places).unsqueeze(-1)
     presence, frequency = history.to(penalties[places].T).unsqueeze(-1)
-    ids, there = history.since(places, np.array([rows[place].prompt for place in places.tolist()]))
-    logits.index_put_((at, ids), -frequency * there, accumulate=True)
-    logits[at, ids] = logits[at, ids] - presence * there.any(-1, keepdim=True)
+    ids, is_token = history.since(places, np.array([rows[place].prompt for place in places.tolist()]))
+    logits.index_put_((at, ids), -frequency * is_token, accumulate=True)
+    logits[at, ids] = logits[at, ids] - presence * is_token.any(-1, keepdim=True)
 
 
 def _keep_time(logits: Tensor, rows: Sequence[PreparedLogitsParams], history: _TokenHistory) -> None:

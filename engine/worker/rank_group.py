@@ -37,9 +37,9 @@ class RankGroup:
         if self._is_alone:
             self._skip(f"gather {total}", part, lambda mine: self._group.all_gather(mine, total))
             pieces = [torch.empty_like(part) for _ in range(self.size)]  # as much memory as to gather them takes
-            whole = part.new_zeros(*part.shape[:-1], total)
+            gathered = part.new_zeros(*part.shape[:-1], total)
             del pieces
-            return whole
+            return gathered
         return self._group.all_gather(part, total)
 
     @contextmanager
@@ -67,7 +67,7 @@ class RankGroup:
         self._skipped.clear()
 
     def _skip(self, kind: str, mine: Tensor, exchange: Callable[[Tensor], Tensor]) -> None:
-        made = kind, mine.shape, mine.dtype
-        if made not in self._connected and made not in self._skipped:
+        signature = kind, mine.shape, mine.dtype
+        if signature not in self._connected and signature not in self._skipped:
             buffer = torch.zeros_like(mine, memory_format=torch.contiguous_format)
-            self._skipped[made] = lambda: exchange(buffer)
+            self._skipped[signature] = lambda: exchange(buffer)

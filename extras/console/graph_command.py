@@ -86,9 +86,9 @@ def read_repository(repository: Path, options: ConfigOptions) -> dict[str, Graph
             try:
                 source = catalog.read(name)
                 factory = builder.prepare(source, source.versions[-1], services)
-                made = with_config_defaults(factory.build(ignore_progress).config, source.config)
+                config = with_config_defaults(factory.build(ignore_progress).config, source.config)
                 factory.reservation.release()
-                models[name] = GraphModel(made.version, made.raw)
+                models[name] = GraphModel(config.version, config.raw)
             except CharoniaError as error:
                 print(f"{name}: WRONG: {error.message}", file=sys.stderr)
     return models

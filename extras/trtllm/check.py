@@ -70,11 +70,11 @@ class CompatReport:
         if not holds and otherwise not in self.differences:
             self.differences.append(otherwise)
 
-    def check_attributes(self, path: str, thing: object) -> None:
+    def check_attributes(self, path: str, instance: object) -> None:
         """Expect the attributes of the stub at `path`."""
         stub = read_stubs()[path]
         for name in sorted(stub.attributes):
-            self.expect(hasattr(thing, name), f"{stub.name.removeprefix('_')} has no attribute {name}")
+            self.expect(hasattr(instance, name), f"{stub.name.removeprefix('_')} has no attribute {name}")
 
     def check_result(self, result: Any) -> None:
         self.check_attributes("tensorrt_llm.llmapi.RequestOutput", result)
@@ -133,9 +133,9 @@ async def _abort(runtime: TrtllmRuntime, compat: CompatReport) -> None:
     submitted = runtime.submit(runtime.translate(add))
     async for result in submitted:
         result.abort()
-    came = len(submitted.outputs[0].token_ids)
-    compat.expect(came < longest, "an abort changes nothing")
-    print(f"aborted after the first item, ended after {came} tokens")
+    generated = len(submitted.outputs[0].token_ids)
+    compat.expect(generated < longest, "an abort changes nothing")
+    print(f"aborted after the first item, ended after {generated} tokens")
 
 
 async def _read_statistics(runtime: TrtllmRuntime, compat: CompatReport) -> None:

@@ -216,14 +216,14 @@ class TokenLayout:
         excluded = self.excludes_input if question.excluded is None else question.excluded
         requests = question.requests
         first = len(context.sequences)
-        wholes = await collect_answers([model.generate(request, context) for request in requests])
+        chunks = await collect_answers([model.generate(request, context) for request in requests])
         answers = []
         count = len(question.rows[0])
-        for number, (request, whole) in enumerate(zip(requests, wholes, strict=True)):
+        for number, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             record = context.sequences[first + number]
             place = divmod(number, count)
             reader = TokenReader(record, model.info.block_size, *place)
-            answers.append(reader.read(whole, () if excluded else cast(tuple[int, ...], request.prompt)))
+            answers.append(reader.read(chunk, () if excluded else cast(tuple[int, ...], request.prompt)))
         return self._response(outputs, [answers[at : at + count] for at in range(0, len(answers), count)])
 
     def _wanted(self, request: InferRequest, flags: Set[str]) -> Sequence[TensorSpec]:

@@ -77,10 +77,10 @@ class DirectoryTier:
         end = self._cache.found(shared, present)
         while end > first:
             images = self._images(shared[:end])
-            more = [image for image in images if not self._landing(image).is_expected(_landed_key(image))]
-            excess = sum(not image.of_state for image in more) - self._landed.room
+            to_fetch = [image for image in images if not self._landing(image).is_expected(_landed_key(image))]
+            excess = sum(not image.of_state for image in to_fetch) - self._landed.room
             states = self._cache.states
-            if states is not None and any(image.of_state for image in more) and states.landed.room < 1:
+            if states is not None and any(image.of_state for image in to_fetch) and states.landed.room < 1:
                 break
             if excess <= 0:
                 return WantedPrefix(images, first * size, (end - first) * size)

@@ -285,8 +285,8 @@ class _Progress:
     def __init__(self, on_progress: OnProgress, began: float) -> None:
         self._tell, self._began = on_progress, began
 
-    def on_bytes(self, there: int, size: int) -> None:
-        self._tell("downloading", min(there / size, 0.999), monotonic() - self._began, "")
+    def on_bytes(self, received: int, size: int) -> None:
+        self._tell("downloading", min(received / size, 0.999), monotonic() - self._began, "")
 
     def end(self, read: int) -> None:
         if read:

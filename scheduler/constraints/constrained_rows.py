@@ -30,17 +30,17 @@ def with_forced_tokens(result: StepResult, forced: Mapping[int, ForcedTokens]) -
     logprobs: list[Logprobs | None] = []
     follows = [forced[row].tokens if row in forced else () for row in result.rows.tolist()]
     first = 0
-    for count, more in zip(result.counts.tolist(), follows, strict=True):
-        tokens += [*result.tokens[first : first + count].tolist(), *more]
-        logprobs += [*result.logprobs[first : first + count], *[None] * len(more)]
+    for count, forced_tokens in zip(result.counts.tolist(), follows, strict=True):
+        tokens += [*result.tokens[first : first + count].tolist(), *forced_tokens]
+        logprobs += [*result.logprobs[first : first + count], *[None] * len(forced_tokens)]
         first += count
-    numbers = np.array([len(more) for more in follows], np.int32)
+    numbers = np.array([len(forced_tokens) for forced_tokens in follows], np.int32)
     return result._replace(
         counts=result.counts + numbers,
         tokens=np.array(tokens, np.int32),
         logprobs=logprobs if result.logprobs else (),
         forced=numbers,
-        ending=frozenset(row for row, what in forced.items() if what.ends),
+        ending=frozenset(row for row, following in forced.items() if following.ends),
     )
 
 
@@ -63,8 +63,8 @@ class ConstrainedRows:
         if all(row in self.keys for row in rows):
             return
         free = max(len(rows) // ROWS_PER_FORCED_TOKEN, 1)
-        more = counts[rows] - 1
-        counts[rows] = 1 + np.clip(free - np.cumsum(more) + more, 0, more)
+        forced = counts[rows] - 1
+        counts[rows] = 1 + np.clip(free - np.cumsum(forced) + forced, 0, forced)
 
     def note_forced(self, result: StepResult, known: IntArray, running: NDArray[np.bool_]) -> None:
         """The forced tokens of a result are known: of rows that go on, the next plan has them."""

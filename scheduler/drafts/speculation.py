@@ -216,8 +216,8 @@ class Speculation:
         """Compare the last guess with what has come since, whether it was verified or not: that costs nothing."""
         rate = self._rate_of(drafts)
         guess = drafts.guess
-        came = outputs[guess.outputs : guess.outputs + len(guess.tokens)]
-        for token, guessed in zip(came, guess.tokens, strict=False):
+        sampled = outputs[guess.outputs : guess.outputs + len(guess.tokens)]
+        for token, guessed in zip(sampled, guess.tokens, strict=False):
             right = token == guessed
             rate += RATE_WEIGHT * (right - rate)
             self._acceptance_rate += RATE_WEIGHT / 8 * (right - self._acceptance_rate)
