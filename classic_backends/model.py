@@ -119,6 +119,10 @@ class ClassicModel:
     def capabilities(self) -> Capabilities:
         return Capabilities(inline=None if self._inline_runtime is None else self, self_check=self, measured=self)
 
+    async def works_again_within(self, seconds: float) -> bool:
+        """Whether processes that have ended are replaced after so many seconds; not where none is to be."""
+        return await self._pool.are_replaced_within(seconds)
+
     async def unready_reason(self) -> str:
         """Triton's text where the check of an instance's own model fails; the log says why."""
         ready = await self._pool.check_ready()

@@ -118,7 +118,7 @@ BUDGETS = {
     "media": 1_614,
     "scheduler": 2_494,
     "engine": 31_785,
-    "classic_backends": 8_878,
+    "classic_backends": 8_905,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_895,

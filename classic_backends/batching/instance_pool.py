@@ -87,6 +87,13 @@ class InstancePool:
         """Whether an instance is to come in place of a lost one."""
         return bool(self._replacing)
 
+    async def are_replaced_within(self, seconds: float) -> bool:
+        """Whether others have come in place of lost instances after so many seconds; not where none is to come."""
+        if not self._replacing:
+            return False
+        await asyncio.wait(self._replacing, timeout=max(seconds, 0.0))
+        return not self._replacing
+
     @property
     def ready(self) -> bool:
         """Whether an instance takes requests, and its execution is not overdue."""

@@ -111,9 +111,13 @@ class IsolatableLoader(RuntimeLoader):
         return chosen == ISOLATED, {name: value for name, value in parameters.items() if name != EXECUTION_PARAMETER}
 
 
+class InstanceLost(Internal):
+    """The process ended by itself while it executed: the one that follows may succeed."""
+
+
 class IsolatedRuntime(Runtime):
-    """The runtime of one instance, in its child process. If that ends by itself, the execution fails with `Internal`,
-    and the runtime cannot be used again (`RuntimeTraits.process`)."""
+    """The runtime of one instance, in its child process. If that ends by itself, the execution fails with
+    `InstanceLost`, and the runtime cannot be used again (`RuntimeTraits.process`)."""
 
     def __init__(self, task: InstanceTask, keeps_memory: bool = False) -> None:
         self._name = task.placement.name
@@ -132,7 +136,7 @@ class IsolatedRuntime(Runtime):
             self._process.send(ExecuteBatch(self._process.tensors.write(inputs), tuple(wanted)))
             answer = self._process.receive()
         except ProcessLost as loss:
-            raise Internal(f"{failed}its process {loss}") from None
+            raise (Internal if loss.killed else InstanceLost)(f"{failed}its process {loss}") from None
         if isinstance(answer, InstanceFailed):
             raise _to_error(answer, f"instance '{self._name}'", failed + answer.error.message)
         assert isinstance(answer, OutputsMade), answer
@@ -163,7 +167,11 @@ def _to_error(failure: InstanceFailed, name: str, message: str) -> CharoniaError
 
 
 class ProcessLost(Exception):
-    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` after `kill`."""
+    """The process has ended: `ended unexpectedly: <how>`, or `was ended: <why>` where it was `killed`."""
+
+    def __init__(self, how: str, killed: bool = False) -> None:
+        super().__init__(how)
+        self.killed = killed
 
 
 class InstanceProcess:
@@ -252,7 +260,7 @@ class InstanceProcess:
         self.lost = True
         exit_code = self._process.wait(_LEAVE_SECONDS)
         if self._kill_reason:
-            return ProcessLost(f"was ended: {self._kill_reason}")
+            return ProcessLost(f"was ended: {self._kill_reason}", killed=True)
         return ProcessLost(f"ended unexpectedly: {describe_exit(exit_code)}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.errors import NotReady, Unavailable
+from ...core.errors import Internal, NotReady, Unavailable
 from ...core.media import Encodable, plural_nouns
 from ...core.media_models import AlignedWindow, EncodedMedium, TowerSpec
 from ...core.metrics import Reading
@@ -21,7 +21,7 @@ from ...core.request_context import RequestContext
 from ...core.runtime import Arrays, Parameters
 from ...processes.gc_tuning import release_memory_soon
 from ...processes.patient_work import patient_work
-from ..isolated.isolated_runtime import PATIENT_TOWER, TOWER, IsolatableLoader
+from ..isolated.isolated_runtime import PATIENT_TOWER, TOWER, InstanceLost, IsolatableLoader
 from ..model import ClassicModel
 from .tower_backend import (
     DEEPSTACK,
@@ -42,6 +42,10 @@ _NO_PARAMETERS: Parameters = {}
 
 _SCRATCH = 128 << 20
 """Bytes that computing takes at least, beside weights."""
+
+_RESTART_SECONDS = 60.0
+"""For which media wait for a process in place of one that has ended. Beside streams one takes many times as long to
+load as alone."""
 
 
 class MediumKey(NamedTuple):
@@ -150,18 +154,32 @@ class MediaTower:
                 del self._running[key]
 
     async def _outputs(self, inputs: Arrays, context: RequestContext) -> Mapping[str, Any]:
+        """What the tower makes of the inputs. A process that ends meanwhile may have been killed for any reason: the
+        next one tries once more. The messages of others' errors are for clients of a model of tensors."""
+        latest = time.monotonic() + _RESTART_SECONDS
+        encoder = f"what encodes {plural_nouns(self._spec.kinds) or 'texts'} for this model"
+        lost = False
+        try:
+            while True:
+                try:
+                    return await self._computed(inputs, context)
+                except InstanceLost as error:
+                    if lost:
+                        raise Internal(f"{encoder} has ended twice while it computed this") from error
+                    lost = True
+                except NotReady as error:
+                    if not await self._model.works_again_within(latest - time.monotonic()):
+                        raise NotReady(f"{encoder} has ended, and is being started again") from error
+        finally:
+            release_memory_soon()  # a tower on the host keeps what it frees, whatever became of the request
+
+    async def _computed(self, inputs: Arrays, context: RequestContext) -> Mapping[str, Any]:
         own = RequestContext(_ENDPOINT)
         own.tenant, own.background = context.tenant, context.background
         outputs: dict[str, Any] = {}
-        try:
-            async with aclosing(self._responses(inputs, own)) as responses:
-                async for response in responses:
-                    outputs |= read_response(response.outputs)
-        except NotReady as error:  # whose message is for clients of a model of tensors
-            nouns = plural_nouns(self._spec.kinds) or "texts"
-            raise NotReady(f"what encodes {nouns} for this model has ended, and is being started again") from error
-        finally:
-            release_memory_soon()  # a tower on the host keeps what it frees, whatever became of the request
+        async with aclosing(self._responses(inputs, own)) as responses:
+            async for response in responses:
+                outputs |= read_response(response.outputs)
         return outputs
 
     def _responses(self, inputs: Arrays, context: RequestContext) -> Any:

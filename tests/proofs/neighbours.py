@@ -88,9 +88,10 @@ def _run_streams(place: ServerAddress, streams: Sequence[Sequence[bytes]], asked
 
 
 def _send(place: ServerAddress, bodies: Sequence[bytes], seconds: float, asked: Connection) -> None:
-    """Send all requests at once; tell the TTFT of those whose answers came within so many seconds."""
+    """At a word, send all requests at once; tell the TTFT of those whose answers came within so many seconds."""
     os.nice(_NICENESS)
-    asked.recv()
+    if not asked.recv():
+        return
 
     async def send() -> list[float]:
         tasks = [asyncio.create_task(first_token(place, body)) for body in bodies]

@@ -1,6 +1,8 @@
 """A tower with a memory: one computation for one content, within a budget, for one tenant; nothing is left over."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -9,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD
+from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD, IsolatableLoader
+from charonia.classic_backends.tower import media_tower
 from charonia.classic_backends.tower.media_tower import MediaTower
-from charonia.core.errors import InvalidArgument, NotReady, Unavailable
+from charonia.core.errors import Internal, InvalidArgument, NotReady, Unavailable
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import EncodedMedium, TowerSpec
 from charonia.core.request_context import RequestContext
 from charonia.processes.patient_work import patient_work
 from tests.seeing_models import write_seeing
+from tests.waiting import until
 
 ROW_BYTES = 4 * 64 * 4
 """Of one image of the tiny Llava."""
@@ -176,6 +180,61 @@ async def test_a_lost_process_is_named_as_what_encodes(llava: Path, monkeypatch:
         monkeypatch.setattr(made, "_responses", lost)
         with pytest.raises(NotReady, match=r"^what encodes images for this model has ended"):
             await made.encode(medium(1), context())
+
+
+@pytest.fixture
+def dying(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tower is a process of `dying_tower.py`."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr(media_tower, "PATIENT_TOWER", IsolatableLoader("dying_tower:DYING", ISOLATED))
+    for file in llava.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def loads(directory: Path) -> list[int]:
+    """The processes that were loaded, by their ids."""
+    return [int(line) for line in (directory / "loads").read_text().split()]
+
+
+async def test_what_a_killed_process_computed_or_had_waiting_is_computed_by_the_next(dying: Path) -> None:
+    (dying / "deaths").write_text("1")
+    async with tower(dying, execution=ISOLATED) as made:
+        encoded = await asyncio.gather(*(made.encode(medium(number), context()) for number in range(4)))
+        assert [image.rows for image in encoded] == [
+            medium(number).inputs["pixel_values"].ravel()[:1].tobytes() for number in range(4)
+        ]
+        assert len(loads(dying)) == 2
+        os.kill(loads(dying)[-1], signal.SIGKILL)
+        await until(lambda: made._model._pool.replacing)
+        assert (await made.encode(medium(4), context())).length == 1, "what comes meanwhile waits"
+        assert len(loads(dying)) == 3
+
+
+async def test_what_ends_its_process_twice_is_refused_and_the_others_are_not(dying: Path) -> None:
+    (dying / "deaths").write_text("2")
+    async with tower(dying, execution=ISOLATED) as made:
+        with pytest.raises(Internal, match=r"^what encodes images for this model has ended twice while it computed"):
+            await made.encode(medium(1), context())
+        assert (await made.encode(medium(2), context())).length == 1
+        assert len(loads(dying)) == 3
+
+
+async def test_nobody_waits_for_ever_for_a_process_that_does_not_start_again(
+    dying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tower(dying, execution=ISOLATED) as made:
+        (dying / "fails").touch()
+        (dying / "deaths").write_text("1")
+        waiting = asyncio.create_task(made.encode(medium(1), context()))
+        await until(lambda: made._model._pool.replacing)
+        monkeypatch.setattr(media_tower, "_RESTART_SECONDS", 0.0)
+        with pytest.raises(NotReady, match=r"^what encodes images for this model has ended, and is being") as told:
+            await made.encode(medium(2), context())
+        assert told.value.retry_after > 0
+        await made.unload()
+        with pytest.raises(Unavailable, match="unloaded"):
+            await waiting
 
 
 @pytest.mark.parametrize("execution", [THREAD, pytest.param(ISOLATED, marks=pytest.mark.proof)])
