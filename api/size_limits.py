@@ -38,7 +38,7 @@ def form_too_large(size: int, limit: int) -> BodyTooLarge:
 
 
 def json_tensor_too_large(name: str, size: int, limit: int) -> InvalidArgument:
-    """Of a tensor in a body that itself may be short."""
+    """The error for a tensor that is too large, in a body that may be short itself."""
     return InvalidArgument(f"JSON input '{name}' has a byte_size ({size} bytes) that {_exceeds(limit)}")
 
 

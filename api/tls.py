@@ -33,7 +33,7 @@ class TlsFiles(NamedTuple):
     root: bytes | None
     mutual: bool
     paths: tuple[Path, Path, Path | None]
-    """Of the certificate, the key and the root."""
+    """The paths of the certificate, the key and the root."""
 
     def read_again(self) -> "TlsFiles":
         """What the files hold now. Raises as `load_tls_files`."""

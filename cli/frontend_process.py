@@ -59,7 +59,7 @@ class FrontendSetup:
     allows_client_memory: bool
 
     sends_spans: bool
-    """Whether the hub does."""
+    """Whether the hub sends spans."""
 
     max_lag: float
     """Seconds of silence of the hub, or of late answers, after which nothing is ready."""

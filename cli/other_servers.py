@@ -170,7 +170,7 @@ def other_server_of(flag: str) -> tuple[str, str] | None:
 
 
 def flag_tables() -> str:
-    """All of `OTHER_SERVERS` as tables in text."""
+    """`OTHER_SERVERS` as tables in text."""
     tables = []
     for server, flags in OTHER_SERVERS.items():
         width = max(map(len, flags))

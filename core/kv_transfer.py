@@ -26,7 +26,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Another server has computed the prompt: where, the rest says."""
     remote_engine_id: Annotated[str, msgspec.Meta(max_length=_LONGEST_NAME)] | None = None
     remote_request_id: Annotated[str, msgspec.Meta(max_length=_LONGEST_NAME)] | None = None
-    """By which the prompt is held there."""
+    """The id by which the prompt is held there."""
     remote_host: Annotated[str, msgspec.Meta(max_length=_LONGEST_NAME)] | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     remote_block_ids: list[Any] | None = None

@@ -25,7 +25,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rank: int = 0
 
     def finite(self) -> Self:
-        """The same with numbers alone."""
+        """These with the least finite number in the place of minus infinity."""
         if self.chosen + sum(self.values) > _LEAST:  # none is above 0
             return self
         chosen, *values = (value if value > _LEAST else _LEAST for value in (self.chosen, *self.values))

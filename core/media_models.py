@@ -71,7 +71,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 32 << 20
     """Pixels of an image."""
     max_seconds: float = 3600.0
-    """Of a sound."""
+    """Seconds of a sound."""
     processes: int = 2
     """Media that are prepared at a time."""
     cache_bytes: int = 256 << 20

@@ -360,7 +360,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_chunks(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
-    """All chunks of a stream as one."""
+    """The chunks of a stream as one."""
     return msgspec.structs.replace(
         chunks[-1],
         text="".join(chunk.text for chunk in chunks),

@@ -77,9 +77,9 @@ class TranscriptSegment(msgspec.Struct, frozen=True):
     text: str
     tokens: tuple[int, ...]
     temperature: float
-    """At which it was heard."""
+    """The temperature at which it was heard."""
     mean_logprob: float
-    """Of the tokens of its window."""
+    """The mean of the tokens of its window."""
     compression: float
     """How many times smaller zlib makes the text of its window."""
     no_speech: float

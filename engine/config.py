@@ -295,7 +295,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dependent_launch: bool = False
     """On GPUs of compute capability 9.0 and more, kernels are launched while those before them end."""
     enforce_eager: bool = False
-    """All steps are launched kernel by kernel on a GPU, without graphs."""
+    """A GPU's steps are launched kernel by kernel, without graphs."""
     warm_up_graphs: bool = True
     """The graphs of usual steps are captured before the model is ready."""
     graph_prompt_tokens: int = 2048

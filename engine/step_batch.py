@@ -59,7 +59,7 @@ class DeviceBatch(NamedTuple):
     block_ids: Tensor
     size: int
     shifts: Tensor | None = None
-    """Those of `StepPositions`; None: it has none."""
+    """The shifts of `StepPositions`; None: it has none."""
     ends: Tensor | None = None
     """In the same way."""
     prompts: bool = False

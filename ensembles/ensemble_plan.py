@@ -67,7 +67,7 @@ class EnsemblePlan:
 
     @property
     def decoupled(self) -> bool:
-        """Whether a step is."""
+        """Whether any step is decoupled."""
         return len(self.stages) > 1
 
     @property

@@ -24,7 +24,7 @@ class ServedModel(NamedTuple):
 
 
 class ServedModels(NamedTuple):
-    """All that is loaded; `listed`: the configs of `ModelLookup.model_configs`."""
+    """The loaded models; `listed`: the configs of `ModelLookup.model_configs`."""
 
     models: tuple[ServedModel, ...] = ()
     listed: tuple[ModelConfig, ...] = ()

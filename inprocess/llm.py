@@ -155,7 +155,7 @@ class LLM:
         return self._run(lambda: self._ask(lambda handle: handle.detokenize(list(ids))))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of the checkpoint's generation_config.json."""
+        """The parameters of the checkpoint's generation_config.json."""
         return SamplingParams.of_model()
 
     def shutdown(self) -> None:

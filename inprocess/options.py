@@ -35,7 +35,7 @@ _SERVER_OPTIONS = {
     "metrics_names",
     "strict_readiness",
 }
-"""Those of `ServerOptions` that are not about ports, processes and logs."""
+"""The `ServerOptions` that are not about ports, processes and logs."""
 
 _MODEL_GROUPS = ("repository", "engine", "adapters")
 _ENDPOINTS_ALONE = {("host",), ("disable_log_requests",), ("enable_log_requests",)}

@@ -9,7 +9,7 @@ from ..core.request import GenerateChunk
 
 @dataclass(slots=True)
 class Logprob:
-    """Of one token in its place."""
+    """The log-probability of one token in its place."""
 
     logprob: float
     rank: int | None = None

@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of_model(cls) -> "SamplingParams":
-        """Those of the model's generation_config.json."""
+        """The parameters of the model's generation_config.json."""
         return cls(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 
     def clone(self) -> "SamplingParams":

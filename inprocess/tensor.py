@@ -25,14 +25,14 @@ class Tensor(msgspec.Struct, eq=False):
     to its elements writes to those of the model, or of the program that gave them."""
 
     data_type: str
-    """Of KServe's v2 protocol."""
+    """A datatype of KServe's v2 protocol."""
     shape: tuple[int, ...]
     data: NDArray[Any]
     """The elements, of the numpy dtype of the type: BF16 as bits in uint16, BYTES as objects of bytes."""
 
     @classmethod
     def from_dlpack(cls, array: Any) -> "Tensor":
-        """That of numpy, torch or another library, whose memory it shares."""
+        """The tensor of an array of numpy, torch or another library, whose memory it shares."""
         return to_tensor(array)
 
     @classmethod
@@ -116,7 +116,7 @@ def named_tensor(name: str, value: Any, config: ModelConfig) -> core.Tensor:
 
 
 def _shared(value: Any) -> Tensor:
-    """That of an array of another library, which exports DLPack."""
+    """The tensor of another library's array, which exports DLPack."""
     bits = False
     if type(value).__module__.partition(".")[0] == "torch":
         import torch
@@ -170,7 +170,7 @@ def _is_text(array: NDArray[Any]) -> bool:
 
 
 def _converted(array: NDArray[Any]) -> Tensor:
-    """That of an array whose dtype is not among v2's."""
+    """The tensor of an array whose dtype is not among v2's."""
     if array.dtype.kind in "SUO":
         return _texts(array)
     if array.dtype.name == "bfloat16":  # of ml_dtypes

@@ -48,7 +48,7 @@ class ProcessedMedium(NamedTuple):
     grid: tuple[int, int, int] = (0, 0, 0)
     """Its places by time, height and width; zeros where positions have one dimension."""
     seconds: float = 0.0
-    """Of a sound."""
+    """Seconds of a sound."""
 
 
 class MediumProcessor(Protocol):

@@ -21,7 +21,7 @@ class PatientWork:
         return self._waiting > 0
 
     def add_listener(self, listener: Callable[[bool], None]) -> None:
-        """It is called in the loop that runs now."""
+        """Call `listener`, in the loop that runs now, with every change of `waits`."""
         self._listeners[listener] = asyncio.get_running_loop()
 
     def remove_listener(self, listener: Callable[[bool], None]) -> None:

@@ -137,7 +137,7 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def targets(self) -> tuple[RouteTarget, ...]:
-        """All models that it names."""
+        """The models that it names."""
         return self.arms if self.shadow is None else (*self.arms, self.shadow)
 
     def __str__(self) -> str:

@@ -134,7 +134,7 @@ class StepResult(NamedTuple):
     counts: IntArray
     """Tokens of each row, 0 or more."""
     tokens: IntArray
-    """All of them, row after row."""
+    """The tokens of all rows, row after row."""
     logprobs: Sequence[Logprobs | None] = ()
     """One for each token, None where the row does not want it; empty if no row wants any."""
     prompt_logprobs: Sequence[tuple[int, PromptLogprobs]] = ()
@@ -155,7 +155,7 @@ class StepUpdates(NamedTuple):
     counts: list[int]
     """New tokens of each key."""
     tokens: list[int]
-    """All of them, key after key."""
+    """The new tokens of all keys, key after key."""
     started: list[tuple[int, int]]
     """(key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates."""
     finished: list[tuple[int, str]]

@@ -151,7 +151,7 @@ class PrefillBudget:
 
     @property
     def bound(self) -> StepTimeModel | None:
-        """By which prompts are bounded; None: they are not."""
+        """The model by which prompts are bounded; None: they are not."""
         return None if self._unbounded else self.times.model
 
     def is_long_prompt(self, tokens: int, context: int, calm: bool = False) -> bool:

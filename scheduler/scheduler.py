@@ -224,7 +224,7 @@ class Scheduler:
         return self._prefill.patient_seconds(self._rows.in_flight[-1].work, min(targets, default=inf))
 
     def note_pause(self, seconds: float) -> None:
-        """So many have passed."""
+        """Let the clock go on by a pause of so many seconds."""
         self._elapsed += seconds
 
     @property

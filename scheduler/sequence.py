@@ -43,7 +43,7 @@ class SequenceSpec(msgspec.Struct, array_like=True, kw_only=True, frozen=True, e
     adapter: str = ""
     """The digest of the adapter that computes it; "" is the model itself."""
     adapter_name: str = ""
-    """By which the request called that adapter, for who follows the cache."""
+    """The name by which the request called that adapter, for who follows the cache."""
     target_ttft: float | None = None
     """Seconds to the first token that are wanted, `inf` where nobody waits; None leaves them to the scheduler."""
     target_itl: float | None = None

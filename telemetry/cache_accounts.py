@@ -10,7 +10,7 @@ from .time_claims import percent
 
 
 class CacheAccount(msgspec.Struct, frozen=True):
-    """One of them, in a sentence with its numbers."""
+    """What a cache did of late, in a sentence with its numbers."""
 
     subject: str
     """prefixes, transfers or retention."""
@@ -19,7 +19,7 @@ class CacheAccount(msgspec.Struct, frozen=True):
 
 
 def cache_accounts(interval: ModelInterval) -> Iterator[CacheAccount]:
-    """Those of which there is something to tell."""
+    """The accounts of which there is something to tell."""
     yield from _prefixes(interval)
     yield from _transfers(interval)
     yield from _retention(interval)

@@ -59,7 +59,7 @@ class CustomMetrics:
         return (family for family in self._families.values() if family.series)
 
     def readings(self) -> Iterator[tuple[MetricFamily, list[Reading]]]:
-        """All series for a scrape, by family."""
+        """The series for a scrape, by family."""
         for family in self:
             all_series = family.series.values()
             readings = [Reading(family.name, series.value, dict(series.labels)) for series in all_series]

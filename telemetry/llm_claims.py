@@ -22,7 +22,7 @@ _EAGER: Mapping[str, str] = {
     EagerReason.PROMPT: "with parts of prompts",
     EagerReason.NOT_RECORDED: "of a model that is not recorded, as its log says,",
 }
-"""By what `charonia_eager_steps_total` counts."""
+"""How each reason of `charonia_eager_steps_total` reads in a sentence."""
 
 _MORE_CACHE = "--kv-cache-bytes or --kv-cache-memory-fraction up, --kv-cache-dtype int8, or more --data-parallel-size"
 

@@ -24,7 +24,7 @@ class SpokenWord(NamedTuple):
     first: int
     """The index of its first token."""
     end: int
-    """That behind its last one."""
+    """The index behind its last token."""
 
 
 def split_words(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], spaced: bool) -> list[SpokenWord]:

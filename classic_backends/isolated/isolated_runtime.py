@@ -63,7 +63,7 @@ class IsolatableLoader(RuntimeLoader):
     always_isolated: bool = False
     """The server must never import them."""
     niceness: int = NICENESS
-    """Of each process."""
+    """The niceness of each process."""
     keeps_memory: bool = False
     """Each keeps free memory for a minute, not for seconds."""
 

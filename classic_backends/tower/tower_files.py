@@ -61,7 +61,7 @@ _FAMILIES: Mapping[MediaKind, frozenset[str]] = {
     "image": SEEING_FAMILIES,
     "audio": HEARING_FAMILIES | WRITING_FAMILIES,
 }
-"""Those that have a tower of a kind."""
+"""The families that have a tower of a kind."""
 
 _PARTS_OF_KINDS: Mapping[MediaKind, re.Pattern[str]] = {
     "image": re.compile(r"(model\.)?(vision_tower|embed_vision)\."),

@@ -23,7 +23,7 @@ class TowerFeatures(NamedTuple):
     rows: Iterable[Tensor]
     """[length, hidden] of each medium, or of parts of it."""
     deepstack: Sequence[Iterable[Tensor]] = ()
-    """The same for each layer that takes something."""
+    """For each layer that takes some: rows that are added to its states, as `rows` has them."""
 
 
 class OwnParts(NamedTuple):

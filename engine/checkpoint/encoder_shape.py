@@ -16,7 +16,7 @@ class EncoderShape(NamedTuple):
     width: int
     """Numbers of a row."""
     vocab_size: int = 0
-    """That of the tokens which it reads; 0 where it reads none."""
+    """The vocabulary of the tokens that it reads; 0 where it reads none."""
     bins: int = 0
     """Numbers of each frame of the sounds that it hears; 0 where it hears none."""
 

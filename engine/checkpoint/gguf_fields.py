@@ -46,7 +46,7 @@ def own_layers(fields: GgufFile) -> int:
 
 
 def drafting_blocks(file: GgufFile) -> range:
-    """Those behind the last layer, for multi-token prediction."""
+    """The blocks behind the last layer, for multi-token prediction."""
     fields = replace(file, prefix=f"{file.text('general.architecture')}.")
     return range(own_layers(fields), fields.number("block_count"))
 

@@ -96,7 +96,7 @@ def _of_each_layer(fields: GgufFile, key: str) -> list[int]:
 
 
 def _gemma_fields(fields: GgufFile, types: list[str]) -> Mapping[str, Any]:
-    """Those of both."""
+    """The fields that both have."""
     size = fields.number("embedding_length_per_layer_input", 0)
     embeddings = fields.tensors.get(EMBEDDING_TABLES[1])
     cap = fields.value("final_logit_softcapping")

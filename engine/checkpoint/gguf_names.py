@@ -91,7 +91,7 @@ _MIXER = {
     "mixer.shared_experts.up_proj": "ffn_up_shexp",
     "mixer.shared_experts.down_proj": "ffn_down_shexp",
 }
-"""Of Mamba's own line and Nemotron."""
+"""The names of Mamba's own line and of Nemotron."""
 _MAMBA = {f"mamba.{part}": own for part, own in _SCAN.items()}
 _GRANITE = _MAMBA | {
     "post_attention_layernorm": "ffn_norm",
@@ -191,7 +191,7 @@ _PERMUTED = frozenset({"llama", "smollm3", "granitehybrid", "nemotron_h", "nemot
 """Architectures whose converter permutes the rows of queries and keys."""
 
 _OFFSET = frozenset({"gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
-"""Those whose converter adds one to the weights of norms."""
+"""Architectures whose converter adds one to the weights of norms."""
 
 
 @dataclass(frozen=True, slots=True)

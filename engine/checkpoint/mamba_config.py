@@ -77,7 +77,7 @@ def mixer_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _only(recurrence: RecurrenceSpec, fields: ConfigFields) -> HybridLayers:
-    """All layers are that."""
+    """Every layer is this recurrence."""
     nowhere, everywhere = ((kind,) * len(fields.layers) for kind in (False, True))
     return HybridLayers(nowhere, everywhere, recurrence, feeds=nowhere)
 

@@ -383,7 +383,7 @@ class WeightLoader:
         return some if part.factor == 1 else some.float() * part.factor
 
     def _codes(self, part: TensorSlice) -> GroupedRows:
-        """The same in codes."""
+        """The slice as quantised values; as `_read` otherwise."""
         rows = part.row_range
         codes = self._weights.codes(part._replace(rows=slice(rows.start, rows.stop)))
         zeros = None if codes.zeros is None else codes.zeros[:: rows.step]

@@ -45,7 +45,7 @@ _NO_GRID = (0, 0, 0)
 
 
 _DTYPES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
-"""Of rows that were encoded elsewhere: numpy's dtype -> torch's."""
+"""The dtypes of rows that were encoded elsewhere: numpy's -> torch's."""
 
 
 class RowShape(NamedTuple):

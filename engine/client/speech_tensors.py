@@ -42,7 +42,7 @@ class _SpeechCall(NamedTuple):
     segments: bool
     """Whether the segments are wanted, too."""
     words: bool
-    """Whether the words are."""
+    """Whether the words are wanted, too."""
 
 
 @dataclass(frozen=True, slots=True)

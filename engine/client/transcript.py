@@ -31,7 +31,7 @@ class HeardWindow(NamedTuple):
     text: str
     temperature: float
     mean_logprob: float
-    """Of all tokens, the one that ends them too."""
+    """The mean of all tokens, the one that ends them included."""
     no_speech: float = 0.0
 
     @property

@@ -85,9 +85,9 @@ class ArrivingTransfers:
         self._ready: dict[int, NewRequest | RequestRejected] = {}
         self.received_prefixes = self.received_bytes = self.received_tokens = 0
         self.seconds = 0.0
-        """Of all fetches together."""
+        """Seconds that all fetches took together."""
         self.waits = TimeInState()
-        """Of sequences whose prefix has yet to come."""
+        """The sequences whose prefix has yet to come."""
         self.failed = 0
 
     @property
@@ -244,7 +244,7 @@ class ArrivingTransfers:
             self._publish(arrival, prefix, end)
 
     def place_state(self, arrival: Arrival, content: Sequence[memoryview]) -> None:
-        """So has the state after all of them."""
+        """The content of the state after all spans has come."""
         prefix = _prefix_of(arrival)
         self._publish(arrival, prefix, len(prefix.hashes))
         prefix.place_state(lambda place: self._put(CachePlaces((), (place,)), content))

@@ -13,7 +13,7 @@ class PrefixOrigin(Protocol):
     """For the step loop's thread."""
 
     name: str
-    """Of the field of `EngineTotals` that has its totals."""
+    """The field of `EngineTotals` that has its totals."""
     holds_blocks: bool
     """Whether it may hold blocks that no sequence has."""
 

@@ -111,7 +111,7 @@ def _store(cache, scales, line, dim, x, valid, head_valid, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _inverse_rms(x, HEAD_DIM: tl.constexpr, eps):
-    """Of each line."""
+    """What normalises each line of x."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / HEAD_DIM + eps)
 

@@ -41,7 +41,7 @@ class FewRowMatmul:
         self.bias = bias
         self.uses_kernel = False
         self.activation = ""
-        """Of the gate behind it, which `gated` computes with it."""
+        """The gate behind it, which `gated` computes with it."""
         self._gate: TritonGate | None = None
         self._multiply = multiply_few_rows
 

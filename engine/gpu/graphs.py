@@ -119,7 +119,7 @@ class StaticStep(NamedTuple):
     adapters: StepAdapters | None = None
     """The adapters of places that have one; None where none has."""
     moves: StateMoves | None = None
-    """Those of its rows' states, where layers keep some."""
+    """The moves of its rows' states, where layers keep some."""
 
 
 class StepGraphs:

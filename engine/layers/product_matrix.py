@@ -227,7 +227,7 @@ class ProductMatrix:
         return all(ProductMatrix(loader, [part], self._use).codes is None for part in self._slices)
 
     def stacked(self) -> "Tensor | QuantisedRows | GroupedWeights":
-        """All of it, as one that `stacks`."""
+        """The whole matrix, as one that `stacks`."""
         if self.scaled_kind is not None:
             return self.quantised_rows()
         if self.codes is not None:

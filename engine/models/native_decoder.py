@@ -239,7 +239,7 @@ class SymbolicContext:
 
     @property
     def rotary_tables(self) -> list[RotaryTable]:
-        """Of the rotary embeddings that layers asked for, by their numbers."""
+        """The tables of the rotary embeddings that layers asked for, by their numbers."""
         return [RotaryTable(rotary.cos_sin, rotary.step_table) for rotary in self._rotaries]
 
     def shared(self, part: SharedPart, x: Tensor) -> Tensor:

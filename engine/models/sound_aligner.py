@@ -153,7 +153,7 @@ class SoundAligner:
         return self._weights.read(TensorSlice(f"model.{name}", shape)).to(self._device, self._dtype)
 
     def _lines(self, name: str, lines: Tensor) -> Tensor:
-        """Those of a table of embeddings or positions."""
+        """The lines of a table of embeddings or positions."""
         sizes = {"embed_tokens": self._spec.vocab_size, "embed_positions": self._spec.max_position}
         table = self._weights.read(TensorSlice(f"model.{name}.weight", (sizes[name], self._spec.hidden_size)))
         return table[lines.cpu()].to(self._device, self._dtype)

@@ -119,7 +119,7 @@ class TransformersBuilder(CheckpointBuilder):
     directory: Path
     architecture: str
     config: Any
-    """Of its texts, where it takes more than those."""
+    """The configuration of its language part, where it takes more than texts."""
     obstacle: str | None
     """Why our attention can't take the place of its own; None: it may."""
     caches: SequenceCaches | None

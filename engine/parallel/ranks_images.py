@@ -50,7 +50,7 @@ class RanksImages:
 
     @property
     def totals(self) -> ImageTotals:
-        """Of all ranks, as they last reported."""
+        """The totals of all ranks, as they last reported."""
         totals = ImageTotals()
         with self._lock:
             for of_rank in self._totals.values():

@@ -56,7 +56,7 @@ class PrefixSink(Protocol):
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """Of the spans that are wanted."""
+        """The hashes of the spans that are wanted."""
 
     @property
     def first(self) -> int:
@@ -80,7 +80,7 @@ class PrefixSink(Protocol):
         `TransferError` where they are not wanted any more."""
 
     def take_state(self, payload: memoryview) -> None:
-        """So has the state after all of them."""
+        """The bytes of the state after all spans have come; otherwise as `take`."""
 
 
 class NameLookups(DaemonThreads):

@@ -40,7 +40,7 @@ _PAUSE_SECONDS = 0.05
 
 class OfferedPrefix(NamedTuple):
     hashes: list[bytes]
-    """Of its spans."""
+    """The hashes of its spans."""
     state: bool
     """Whether there is a state after all of them."""
 

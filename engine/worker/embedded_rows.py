@@ -17,7 +17,7 @@ class _RowSpans(NamedTuple):
 
     spans: tuple[EmbeddedSpan, ...]
     shift: int
-    """Of what comes before them."""
+    """The sum of `EmbeddedSpan.shift` of those before them."""
 
     def shift_at(self, position: int) -> int:
         return self.shift + sum(span.shift for span in self.spans if span.end <= position)
@@ -110,7 +110,7 @@ class _SpanWithin(NamedTuple):
 
     span: EmbeddedSpan
     shift: int
-    """Of what comes before the span."""
+    """The sum of `EmbeddedSpan.shift` of those before it."""
     first: int
     end: int
     at: int

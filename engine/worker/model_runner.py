@@ -59,7 +59,7 @@ class ModelRunner:
 
     @property
     def places(self) -> RankPlaces:
-        """Those of its cache, once it is allocated."""
+        """The places of its cache, once it is allocated."""
         hosts = self.host_blocks, self.host_states
         return RankPlaces(*(None if host is None else host.images for host in hosts))
 

@@ -21,9 +21,9 @@ class StageLink:
         self._buffer: Tensor | None = None
         """[most places, hidden]; None: it has not received while a step was recorded."""
         self.places = 0
-        """Those of the step that is replayed next."""
+        """Places of the step that is replayed next."""
         self.most_places = 0
-        """Those of the largest step that is recorded."""
+        """Places of the largest step that is recorded."""
 
     def receive(self, into: Tensor) -> None:
         if not self._is_recording:

@@ -73,7 +73,7 @@ class FleetFigures(msgspec.Struct, frozen=True, kw_only=True):
     cache_mean: float
     """The part of a replica's cache in use while it computed, on average."""
     cache_most: float
-    """The same at the most."""
+    """The largest part of a replica's cache that was in use."""
     prefix_hit_rate: float
     preemptions: int
     all: SimulatedTraffic

@@ -81,7 +81,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     the seconds around steps. The defaults are bf16 of Qwen2.5-0.5B's shape on two Zen 4 cores."""
 
     weights: NotNegative = 27.4e-3
-    """Reading them."""
+    """Seconds to read the weights."""
     token: NotNegative = 1.8e-3
     """The products of one token, of the head apart."""
     head: NotNegative = 0.7e-3
@@ -89,7 +89,7 @@ class SimulatedMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     decode_context: NotNegative = 0.8e-6
     """Attention of decoding rows, for each token attended to."""
     prompt_context: NotNegative = 0.3e-6
-    """The same of prompts."""
+    """Attention of prompts, for each token attended to."""
     chunk_context: NotNegative = 0.0
     """The same for each token that a chunk of a prompt reads."""
     state: NotNegative = 0.0

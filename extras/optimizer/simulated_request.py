@@ -12,7 +12,7 @@ FIRST_TEXT = -(1 << 31)
 """Conversations are texts of one token each, from here on."""
 MOST_TEXTS = 1 << 30
 _PRIORITY = 50
-"""Of what sessions retain."""
+"""The priority of what sessions retain."""
 
 
 class SimulatedRequest(NamedTuple):

@@ -43,7 +43,7 @@ from .arm_samples import is_answer, is_failure
 log = logging.getLogger(__name__)
 
 SHADOW_TENANT = "(shadow)"
-"""Whose tokens those of shadows are: no client's."""
+"""The tenant of shadows' tokens, which are no client's."""
 
 _MOST = 32
 _MOST_BYTES = 64 << 20

@@ -17,7 +17,7 @@ class HeldPrefix:
     """A prefix that is computed, and that a peer may fetch."""
 
     hashes: list[bytes]
-    """Of its spans, all of which are cached."""
+    """The hashes of its spans, all of which are cached."""
     table: BlockTable
     state: bytes | None
     """The hash of the snapshot that ends it, where sequences have states."""

@@ -30,7 +30,7 @@ _RECOUNT_SECONDS = 120.0
 _RECOUNT_PART = 32
 """What others write is counted once this server has written so much of the budget, or after `_RECOUNT_SECONDS`."""
 _ROOM_PART = 16
-"""So much of the budget is made free at once."""
+"""One part in so many of the budget is made free at once."""
 _SHARE = re.compile(r"[0-9a-f]{32}-[0-9]+of[0-9]+")
 _FILE = re.compile(r"[0-9a-f]{64,66}")
 

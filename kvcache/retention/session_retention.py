@@ -21,7 +21,7 @@ MOST_SCOPES = 1024
 """Records at a time, each with a list."""
 
 LONGEST_SECONDS = 3600.0
-"""That a scope is kept after its last sequence."""
+"""The most that a scope is kept after its last sequence."""
 
 _STATES = 2
 """Snapshots of a scope: its next prompt begins with the last, or a little sooner."""
@@ -56,7 +56,7 @@ class RetainedScope:
     def __init__(self, key: ScopeKey, number: int) -> None:
         self.key = key
         self.number = number
-        """Of its list of blocks."""
+        """The number of its list of blocks."""
         self.priority = USUAL_PRIORITY
         self.used = 0
         """Counts uses of all scopes: the lowest was used longest ago."""

@@ -41,7 +41,7 @@ class HostTier:
         self._events = events
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self.copies: list[TierCopy] = []
-        """Those since the last `take_copies`."""
+        """The copies since the last `take_copies`."""
 
     def __len__(self) -> int:
         """Hashes whose content is here."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _NUMBERS = 1 << 30
-"""So many images come before a number is used again."""
+"""How many images come before a number is used again."""
 
 
 class ImagePlace(NamedTuple):

@@ -69,7 +69,7 @@ class EncoderRows(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     """torch's name of it."""
     tokens: int = 0
-    """Of the text that was encoded; 0 for a sound."""
+    """Tokens of the text that was encoded; 0 for a sound."""
 
 
 def check_spans(spans: Iterable[EmbeddedSpan], prompt: int, step_tokens: int) -> None:

@@ -25,7 +25,7 @@ class PlannedStates(NamedTuple):
     """What a plan does with states."""
 
     snapshots: tuple[StateSave, ...] = ()
-    """Those that later prompts may begin with."""
+    """The snapshots that later prompts may begin with."""
     saves: IntArray = NO_STATE_SAVES
     """[S, 3] as `StepPlan.state_saves`: of `snapshots`, and before drafts."""
     restores: IntArray = NO_STATE_RESTORES

@@ -269,7 +269,7 @@ class AnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts of the format that may be special tokens."""
+        """The texts of the format that may be special tokens."""
         reasoning = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
         return (*(self.tools.markers if self.tools else ()), *reasoning)
 
