@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
@@ -57,16 +58,25 @@ async def read_json_body(request: Request, limit: int) -> bytes | bytearray:
     body = await receive_body(request, announced, limit, json_too_large)
     if encoding:
         body = await offload_if_large(len(body), decompress, body, encoding, limit)
-    refuse_form(headers.get("content-type", ""), body)
-    return body
+    return json_text(headers.get("content-type", ""), body)
 
 
-def refuse_form(media: str, body: bytes | bytearray) -> None:
-    """Raises `InvalidArgument` for a body whose media type is a form's, unless it is JSON or empty: curl calls
-    everything that it posts a form."""
-    if body and body[:1] != b"{" and media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
+def json_text(media: str, body: bytes | bytearray) -> bytes | bytearray:
+    """A body in JSON without the byte order mark of UTF-8, which programs on Windows write before texts.
+
+    Raises `InvalidArgument` for one in UTF-16, and one whose media type is a form's, unless it is JSON or empty: curl
+    calls everything that it posts a form.
+    """
+    if not body or body[:1] == b"{":
+        return body
+    if body.startswith(BOM_UTF8):
+        body = body[len(BOM_UTF8) :]
+    if body.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise InvalidArgument("the body is not valid JSON: its byte order mark is UTF-16's, and JSON is UTF-8")
+    if media.startswith(_FORMS) and not body[:100].lstrip().startswith(b"{"):
         kind = media.partition(";")[0]
         raise InvalidArgument(f"the body is a form ({kind}), not JSON: send 'Content-Type: application/json' and JSON")
+    return body
 
 
 async def offload_if_large(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

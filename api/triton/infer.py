@@ -27,7 +27,7 @@ from .. import size_limits
 from ..chunked_json import PIECE_BYTES
 from ..header_rules import HeaderForwarding
 from ..http import content_encoding
-from ..http.connection import CancelOnDisconnect, offload_if_large, receive_body, refuse_form
+from ..http.connection import CancelOnDisconnect, json_text, offload_if_large, receive_body
 from ..http.eager import EagerAwaitable
 from ..http.request_context import context_of, late_context
 from ..http.request_cycle import send_complete_response
@@ -222,7 +222,7 @@ class InferEndpoint:
         if length is not None and not 0 <= length <= len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {length}")
         if length is None and body[:1] != b"{":
-            refuse_form(headers.get(b"content-type", b"").decode("latin-1"), body)
+            body = json_text(headers.get(b"content-type", b"").decode("latin-1"), body)
         document, json_size = None, len(body) if length is None else length
         if json_size > PIECE_BYTES:
             if json_size > self._max_size:

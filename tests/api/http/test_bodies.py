@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from charonia.core.request import InferResponse
+
 DOORS: dict[str, Any] = {
     "/v1/completions": {"model": "llm", "prompt": "hi"},
     "/v1/chat/completions": {"model": "llm", "messages": [{"role": "user", "content": "hi"}]},
@@ -68,6 +70,22 @@ async def test_curl_calls_json_a_form(client: httpx.AsyncClient) -> None:
     for path, body in DOORS.items():
         content = b"\n  " + json.dumps(body).encode()
         assert (await client.post(path, content=content, headers={"content-type": FORMS[0]})).status_code == 200
+
+
+NUMBERS = {"inputs": [{"name": "MATRIX", "datatype": "FP32", "shape": [1, 2, 1], "data": [1, 2]}]}
+
+
+@pytest.mark.parametrize("path", [*DOORS, "/v2/models/llm/generate", "/v2/models/numbers/infer"])
+async def test_a_byte_order_mark_is_no_part_of_json(client: httpx.AsyncClient, gateway: Any, path: str) -> None:
+    gateway.responses = (InferResponse((), final=True),) if path.startswith("/v2/models") else None
+    text = json.dumps({"text_input": "hi"} if "generate" in path else DOORS.get(path, NUMBERS))
+    sent = [text.encode("utf-8-sig"), b"\xef\xbb\xbf" + b" " * 1000 + text.encode(), text.encode("utf-16")]
+    marked, long, wide = [await client.post(path, content=body) for body in sent]
+    assert [marked.status_code, long.status_code, wide.status_code] == [200, 200, 400]
+    assert message(wide) == "the body is not valid JSON: its byte order mark is UTF-16's, and JSON is UTF-8"
+    if path != "/v2/models/llm/generate":  # which takes no compressed bodies
+        zipped = await client.post(path, content=gzip.compress(sent[0]), headers={"content-encoding": "gzip"})
+        assert zipped.status_code == 200
 
 
 @pytest.mark.parametrize(
