@@ -10,7 +10,15 @@ import msgspec
 
 from ...core.errors import InvalidArgument
 from ...core.request import Conversation
-from ..openai.json_body import NoOpValues, body_shape, convert_fields, field_error, reject_unsupported, shortened
+from ..openai.json_body import (
+    NoOpValues,
+    body_shape,
+    check_ignored,
+    convert_fields,
+    field_error,
+    reject_unsupported,
+    shortened,
+)
 from ..openai.known_fields import ShapeByType, shape_of
 from ..openai.request_parsing import CHAT_FIELDS, THINKING_NOTES
 from ..openai.schemas import CHAT_NO_OP_VALUES, thinking_variables
@@ -25,22 +33,25 @@ NO_OP_VALUES: NoOpValues = {
     "thread": (),
     "kv_transfer_params": (),
 }
-IGNORED = frozenset(
-    (
-        "metadata",
-        "service_tier",
-        "cache_control",
-        "context_management",
-        "inference_geo",
-        "speed",
-        "diagnostics",
-        "billing_policy",
-        "fallback_credit_token",
-        "anthropic_version",
-        "anthropic_beta",
-    )
-)
-"""Fields that change nothing about the answer, with any value."""
+
+
+class IgnoredOfMessages(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that change nothing about the answer, whatever they say."""
+
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    billing_policy: dict[str, Any] | None = None
+    fallback_credit_token: str | dict[str, Any] | None = None
+    anthropic_version: str | None = None
+    anthropic_beta: str | list[str] | None = None
+
+
+IGNORED = frozenset(IgnoredOfMessages.__struct_fields__)
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,6 +169,7 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
     Raises `InvalidArgument` for a field that is unknown, unsupported or wrong; `field` names it.
     """
     reject_unsupported(body, OWN_FIELDS | _OF_CHAT | IGNORED, NO_OP_VALUES, "")
+    check_ignored(body, IgnoredOfMessages)
     fields = convert_fields({name: value for name, value in body.items() if name in OWN_FIELDS}, MessagesBody)
     _check(fields, counts)
     turns = read_turns(fields)

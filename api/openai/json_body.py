@@ -36,10 +36,21 @@ JsonBody: TypeAlias = dict[str, Any]
 
 _NO_OPS: Mapping[str, Any] = MappingProxyType({})
 
-IGNORED_FIELDS = frozenset(
-    ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
-)
-"""Fields that change nothing about the answer, with any value."""
+
+class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of OpenAI's that change nothing about the answer, whatever they say."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+IGNORED_FIELDS = frozenset(IgnoredFields.__struct_fields__)
 
 _TOKEN_ID_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
 _LONG_TEXT_FIELDS = frozenset(
@@ -148,6 +159,7 @@ def supported_members(body: Mapping[str, Any], names: Iterable[str], no_ops: NoO
     """
     names = frozenset(names)
     reject_unsupported(body, names | IGNORED_FIELDS, no_ops, "")
+    check_ignored(body, IgnoredFields)
     return {key: _with_integers(value) for key, value in body.items() if key in names}
 
 
@@ -194,8 +206,19 @@ def reject_unsupported(members: Mapping[str, Any], known: frozenset[str], no_ops
         if key not in no_ops:
             alike = did_you_mean(key, (*known, *no_ops))
             raise InvalidArgument(f"unknown field: {where}{key}{alike}", field=f"{where}{key}")
-        if value is not None and value not in no_ops[key]:
+        if value is not None and not any(_is_same(value, no_op) for no_op in no_ops[key]):
             raise field_error(f"{where}{key}", f"is not supported yet, got {shortened(value)}")
+
+
+def _is_same(value: Any, no_op: Any) -> bool:
+    # To Python 0 is false, and 1 is true.
+    return value == no_op and (value.__class__ is bool) is (no_op.__class__ is bool)
+
+
+def check_ignored(members: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Raise `InvalidArgument` for one of `kind`'s members, which change nothing, that is of another type."""
+    if not members.keys().isdisjoint(kind.__struct_fields__):
+        convert_fields(members, kind)
 
 
 def field_error(field: str, problem: str) -> InvalidArgument:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest
 from .json_body import (
-    IGNORED_FIELDS,
+    IgnoredFields,
     NoOpValues,
     body_shape,
+    check_ignored,
     convert_fields,
     field_error,
     reject_unsupported,
@@ -50,8 +50,16 @@ NO_OP_VALUES: NoOpValues = {
     "moderation": (),
     "n": (1,),
 }
-IGNORED = IGNORED_FIELDS | {"prompt_cache_options", "client_metadata", "max_tool_calls"}
-"""Fields that change nothing about the answer; `max_tool_calls` counts calls of OpenAI's own tools."""
+
+
+class IgnoredOfResponses(IgnoredFields, frozen=True, kw_only=True):
+    """Fields that change nothing about the answer; `max_tool_calls` counts calls of OpenAI's own tools."""
+
+    client_metadata: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+
+
+IGNORED = frozenset(IgnoredOfResponses.__struct_fields__)
 
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
@@ -139,6 +147,7 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
     """
     _refuse_state(body)
     reject_unsupported(body, _OWN | _OF_CHAT | IGNORED, NO_OP_VALUES, "")
+    check_ignored(body, IgnoredOfResponses)
     fields = convert_fields({name: value for name, value in body.items() if name in _OWN}, ResponsesBody)
     _check(fields)
     messages = read_input(fields.input, fields.instructions)
@@ -258,13 +267,11 @@ def _without_effect(fields: ResponsesBody, messages: InputMessages) -> Sequence[
 
 
 def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> JsonObject:
-    """The members of the answer that repeat the request, or say what holds where it says nothing.
-
-    Raises `InvalidArgument` for a body that is nested too deeply to be written.
-    """
+    """The members of the answer that repeat the request, or say what holds where it says nothing. Nothing of them is
+    nested deeply: each has a type of its own, and schemas are bounded."""
     text = fields.text or TextConfig()
     reasoning = fields.reasoning or ReasoningConfig()
-    echo = {
+    return {
         "background": False,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -286,8 +293,3 @@ def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> Js
         "truncation": "disabled",
         "user": body.get("user"),
     }
-    try:
-        orjson.dumps({"response": echo})
-    except orjson.JSONEncodeError:  # orjson reads deeper nesting than it writes
-        raise InvalidArgument("the body is nested too deeply for an answer that repeats it") from None
-    return echo

@@ -10,7 +10,7 @@ from ...core.request import GenerateRequest
 from ...core.sampling import SamplingParams
 from ...core.speech import Speech, language_code
 from ..http.forms import Form
-from .json_body import NoOpValues, body_shape, convert_fields, field_error, supported_members
+from .json_body import IGNORED_FIELDS, NoOpValues, body_shape, convert_fields, field_error, reject_unsupported
 from .known_fields import known_members
 
 TranscriptFormat: TypeAlias = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -44,6 +44,7 @@ _NO_OPS: NoOpValues = {
     "known_speaker_references": ([],),
 }
 """Fields that would change a transcript, and are not served. Sounds are always cut where they are silent."""
+_FIELDS = frozenset(TranscriptionBody.__struct_fields__)
 _SHAPE = body_shape(TranscriptionBody.__struct_fields__, _NO_OPS)
 
 
@@ -72,8 +73,8 @@ def parse_transcription(form: Form, request_id: str, translate: bool) -> ParsedT
     if not file:
         raise field_error("file", "is empty")
     members, warning = known_members(_members(form), _SHAPE)
-    fields = supported_members(members, TranscriptionBody.__struct_fields__, _NO_OPS)
-    filled = {name: value for name, value in fields.items() if value != ""}
+    reject_unsupported(members, _FIELDS | IGNORED_FIELDS, _NO_OPS, "")
+    filled = {name: value for name, value in members.items() if name in _FIELDS and value != ""}
     body = convert_fields(filled, TranscriptionBody, strict=False)
     kind = body.response_format or "json"
     _check(body, kind, translate)
