@@ -79,10 +79,13 @@ class ToolUse(msgspec.Struct, frozen=True):
     """Whether several may be called at once."""
 
     @property
+    def required(self) -> bool:
+        """Whether the answer is calls and nothing else."""
+        return bool(self.named or self.choice == "required")
+
+    @property
     def constrained(self) -> bool:
-        return bool(self.named or self.choice == "required") or (
-            self.choice == "auto" and any(tool.strict for tool in self.tools)
-        )
+        return self.required or (self.choice == "auto" and any(tool.strict for tool in self.tools))
 
 
 class ToolCall(msgspec.Struct, frozen=True):

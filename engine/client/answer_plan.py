@@ -138,8 +138,8 @@ class AnswerBuilder:
 
     def build_chunk(self, delta: TokenDelta) -> GenerateChunk:
         """See `ChunkBuilder.build_chunk`. When the reader is over, the answer ends as if the model had ended it."""
-        # Tokens are pushed one by one while the reader may be in reasoning: that is how they are counted.
-        single = len(delta.token_ids) < 2 or (self._begun and not self._reader.thinking)
+        # Tokens are pushed one by one while some may be reasoning: that is how they are counted.
+        single = len(delta.token_ids) < 2 or self._reader.settled
         chunks: list[GenerateChunk] = []
         for part in [delta] if single else _each_token(delta):
             chunks.append(self._read(part))
@@ -160,7 +160,7 @@ class AnswerBuilder:
         """See `DeltaReader.pass_text`: a text alone is one outside of reasoning, where no call begins."""
         reader = self._reader
         thinking = reader.thinking
-        if not self._begun or self._echo or (thinking and len(delta.token_ids) > 1):
+        if not self._begun or self._echo or (len(delta.token_ids) > 1 and not reader.settled):
             return self.build_chunk(delta)
         built = self._builder.build_text(delta, text)
         if not isinstance(built, str):
@@ -181,7 +181,8 @@ class AnswerBuilder:
 
     def _part(self, chunk: GenerateChunk, thinking: bool) -> GenerateChunk:
         """The chunk with its text parted. `thinking`: the text before it ended within reasoning."""
-        return self._parted(chunk, self._reader.push(chunk.text, chunk.finish_reason is not None), thinking)
+        last = chunk.finish_reason is not None
+        return self._parted(chunk, self._reader.push(chunk.text, last, last and not chunk.end_token), thinking)
 
     def _parted(self, chunk: GenerateChunk, read: AnswerDelta, thinking: bool) -> GenerateChunk:
         reader = self._reader

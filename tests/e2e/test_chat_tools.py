@@ -59,3 +59,20 @@ def test_streamed_calls_are_those_of_the_whole_answer(server: Any) -> None:
         assert (names, arguments) == ([told.function.name], told.function.arguments)
         assert {call.index for call in calls} == {0}
         assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["tool_calls"]
+
+
+def test_required_calls_that_are_cut_leave_no_markup(server: Any) -> None:
+    several = ASKED | {"tool_choice": "required", "parallel_tool_calls": True}
+    with connected(server) as client:
+        for most in (3, 9, 14, 27, 44, 61):
+            [whole] = client.chat.completions.create(**several | {"max_tokens": most}).choices
+            chunks = list(client.chat.completions.create(**several | {"max_tokens": most}, stream=True))
+            deltas = [chunk.choices[0] for chunk in chunks]
+            assert (whole.finish_reason, whole.message.content or "") == ("length", "")
+            assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
+            assert "".join(delta.delta.content or "" for delta in deltas) == ""
+            calls = [call for delta in deltas for call in delta.delta.tool_calls or ()]
+            assert len({call.index for call in calls}) == len(whole.message.tool_calls or ())
+            for call in (whole.message.tool_calls or ())[:-1]:
+                assert call.type == "function"
+                assert isinstance(json.loads(call.function.arguments), dict)

@@ -2,7 +2,7 @@
 back.
 
 A call begins with the arguments of a declared tool; text that turns out to be no call before that is content. A call
-that breaks off keeps its arguments so far.
+that breaks off keeps its arguments so far; of one that is cut before them there is nothing, and no content either.
 """
 
 from collections.abc import Callable, Mapping
@@ -97,7 +97,8 @@ class CallWriter:
 
 class AnswerReader:
     """The reader of one answer. `read`, its format's part, takes from `text` and gives to `show`, `think` and `calls`;
-    `thinking` tells whether it is within the reasoning."""
+    `thinking` tells whether it is within the reasoning, `settled` whether no more of that can come, `calling` whether
+    the text is that of calls."""
 
     def __init__(
         self, read: Callable[["AnswerReader"], Reading[None]], use: ToolUse | None, new_id: Callable[[], str]
@@ -105,6 +106,9 @@ class AnswerReader:
         self.text = AnswerText()
         self.calls = CallWriter(use, new_id, self.text)
         self.thinking = False
+        self.settled = False
+        self.calling = False
+        self._calls_alone = use is not None and use.required
         self._shown: list[str] = []
         self._thought: list[str] = []
         self._steps = read(self)
@@ -121,8 +125,9 @@ class AnswerReader:
         """Whether the next piece would add itself to the content, and nothing else."""
         return not self.over and self.text.sink_of(piece) == self.show
 
-    def push(self, piece: str, last: bool = False) -> AnswerDelta:
-        """What the next piece of text adds, without text that may become a marker, unless it is the `last` piece."""
+    def push(self, piece: str, last: bool = False, cut: bool = False) -> AnswerDelta:
+        """What the next piece of text adds, without text that may become a marker, unless it is the `last` piece.
+        `cut`: the model had not ended the text with it."""
         if self.over:
             return AnswerDelta()
         sink = None if last else self.text.sink_of(piece)
@@ -131,13 +136,20 @@ class AnswerReader:
         if sink == self.think:
             return AnswerDelta("", piece)
         self.text.feed(piece)
-        if last:
+        if cut:
+            self._step()
+        if last and not (cut and self._breaks_off):
             self.text.end()
         self._step()
         delta = AnswerDelta("".join(self._shown), "".join(self._thought), self.calls.take())
         self._shown = []
         self._thought = []
         return delta
+
+    @property
+    def _breaks_off(self) -> bool:
+        """Whether the text that is not read yet can only be the beginning of a call."""
+        return self.calling or (self._calls_alone and not self.thinking)
 
     def _step(self) -> None:
         try:

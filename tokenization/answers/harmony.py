@@ -76,12 +76,14 @@ def read_harmony(answer: AnswerReader, inside: bool) -> Reading[None]:
             if not mark:
                 return
         text.hold(mark)
+        answer.calling = True
         try:
             header = mark + (yield from _read_header(answer))
             text.release()
             mark = yield from _read_message(answer, header)
         except MalformedCall:
             answer.show(text.release())
+            answer.calling = False
             mark = ""
 
 
@@ -103,7 +105,8 @@ def _read_message(answer: AnswerReader, header: str) -> Reading[str]:
     name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
     if name in answer.calls.tools:
         yield from _read_call(answer, name)
-    elif not recipient and _ANALYSIS.search(header):
+    answer.calling = False
+    if not recipient and _ANALYSIS.search(header):
         return (yield from _read_analysis(answer))
     return (yield from answer.text.find(_BODY_ENDS, answer.show))
 

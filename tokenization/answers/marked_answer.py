@@ -74,6 +74,7 @@ def read_marked(
     """Read an answer. `inside`: it begins within the reasoning."""
     if reasoning is not None and (inside or (yield from _begins(answer, (reasoning.start,)))):
         yield from _read_reasoning(answer, reasoning, tools)
+    answer.settled = True
     if tools is not None and (opening := (yield from _begins(answer, tools.openings))):
         yield from _read_calls(answer, tools, opening)
     around = reasoning.around_content if reasoning else ()
@@ -117,6 +118,7 @@ def _read_calls(answer: AnswerReader, tools: ToolFormat | None, start: str) -> R
     """Read calls; whether there were any. If not, the text is reasoning or content like the text before."""
     assert tools is not None
     answer.text.hold(start)
+    answer.calling = True
     calls_before = answer.calls.begun
     try:
         yield from tools.read(answer.text, answer.calls, start)
@@ -125,4 +127,5 @@ def _read_calls(answer: AnswerReader, tools: ToolFormat | None, start: str) -> R
         unread = answer.text.release()
         answer.think(unread) if answer.thinking and answer.calls.begun == calls_before else answer.show(unread)
     answer.text.release()
+    answer.calling = False
     return answer.calls.begun > calls_before

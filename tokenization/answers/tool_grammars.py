@@ -24,7 +24,7 @@ def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None 
     tools = [tool for tool in use.tools if use.named in ("", tool.name)]
     parallel = use.parallel and not use.named
     strict = all(tool.strict for tool in tools)
-    if use.named or use.choice == "required":
+    if use.required:
         return _constraint(form, _calls(form, tools, parallel), "tool_choice", strict)
     if use.choice == "none" or not tools:
         return user

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,37 @@ async def test_reasoning_content_and_calls_are_told_apart(
     assert whole.finish_reason is FinishReason.STOP
     assert whole.usage.reasoning_tokens == len(tokenizer.encode("<think>\nA café?</think>").ids)
     assert whole.usage.completion_tokens == len(engine.answer)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("pass_texts", [False, True])
+async def test_reasoning_that_begins_in_a_merged_delta_is_counted_alone(
+    model: LlmModel, tokenizer: Tokenizer, checkpoint: Path, first: int, pass_texts: bool
+) -> None:
+    own = OwnTokenizer.load(checkpoint)
+    reasoned = "\n\n<think>hm</think>"
+    tokens = tokenizer.encode(f"{reasoned}I look{CALL}").ids
+    for end in range(first + 1, len(tokens) + 1):
+        plan = plan_answer(ask(), [1, 2], own, AnswerParsers())
+        builder = plan.builder(SamplingParams(max_tokens=1000), TextEnds())
+        build: Any = partial(builder.pass_text, sink=lambda *_: False) if pass_texts else builder.build_chunk
+        parts = [tokens[:first], tokens[first:end], tokens[end:]]
+        chunks = [build(TokenDelta(tuple(part), 0, None)) for part in parts if part]
+        whole = join_chunks([*chunks, builder.build_chunk(TokenDelta((), 0, FinishReason.LENGTH))])
+        assert (whole.reasoning, whole.text) == ("hm", "I look")
+        assert whole.usage.reasoning_tokens == len(tokenizer.encode("<think>hm</think>").ids)
+
+
+async def test_the_second_of_required_calls_that_is_cut_leaves_nothing(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    required = ToolUse(TOOLS.tools, choice="required")
+    tokens = tokenizer.encode(f'{CALL}\n<tool_call>\n{{"name": "time", "arguments"').ids
+    for end in range(len(tokenizer.encode(CALL).ids), len(tokens)):
+        engine.answer, engine.pace = tokens[:end], 3
+        whole = join_chunks(await answer(model, ask(use=required)))
+        assert ([call.name for call in whole.tool_calls], whole.text) == (["weather"], "")
+        assert whole.tool_calls[0].arguments == '{"city": "Zürich"}'
 
 
 @pytest.mark.parametrize("pace", [1, 2, 5])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from charonia.core.request import Tool, ToolCallDelta, ToolUse
 from charonia.tokenization.answers.answer_formats import TOOL_FORMATS, AnswerParsers, choose_format
@@ -64,6 +65,50 @@ def test_a_recorded_answer_is_read_the_same_however_it_is_split(recorded: Any, d
     cuts = data.draw(st.lists(st.integers(0, len(answer.text)), max_size=12).map(sorted))
     pieces = [answer.text[begin:end] for begin, end in pairwise([0, *cuts, len(answer.text)])]
     assert joined(read(fresh(answer, recorded), pieces)) == expected(answer)
+
+
+def cut_calls(answer: Any, recorded: Any, choice: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Content and calls of an answer that is cut behind each of its characters, at once and by characters."""
+    use = replace(recorded.USE, choice=choice)
+    results = []
+    for end in range(len(answer.text)):
+        text = answer.text[:end]
+        both = []
+        for pieces in ([text], text):
+            reading = reader(answer.parser, use, answer.reasoning_parser, answer.inside)
+            deltas = [*map(reading.push, pieces), reading.push("", last=True, cut=True)]
+            content, _, calls = joined(deltas)
+            both.append((content, calls))
+        assert both[0] == both[1]
+        results.append(both[0])
+    return results
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_is_cut_is_no_content(answer: Any, recorded: Any, choice: str) -> None:
+    if answer not in recorded.WELL_FORMED or not answer.calls:
+        return
+    whole = [tuple(call) for call in answer.calls]
+    form = TOOL_FORMATS[answer.parser]
+    marks = *form.starts, *form.markers
+    for content, calls in cut_calls(answer, recorded, choice):
+        begun = content.removeprefix(answer.content[: len(content)])
+        assert not begun or (choice == "auto" and any(mark.startswith(begun.strip()) for mark in marks))
+        assert [name for name, _ in calls] == [name for name, _ in whole[: len(calls)]]
+        for (_, arguments), (_, complete) in zip(calls, whole, strict=False):
+            assert complete.startswith(arguments)
+        assert calls[:-1] == whole[: max(len(calls) - 1, 0)]
+
+
+def test_a_text_that_is_cut_keeps_what_is_no_call() -> None:
+    use = replace(NOW, choice="required")
+    texts = {"a <tool_ca": "a <tool_ca", "a <tool_call>{": "a ", "if a <": "if a <", '<tool_call>{"name": "x", ': None}
+    for text, content in texts.items():
+        assert reader("hermes", NOW).push(text, last=True, cut=True).text == (text if content is None else content)
+    assert reader("hermes", NOW).push("a <tool_call>{", last=True).text == "a <tool_call>{"
+    assert reader("hermes", use).push("<tool_ca", last=True, cut=True) == AnswerDelta()
+    assert reader("hermes", use, "qwen3", True).push("hm</thi", last=True, cut=True) == AnswerDelta("", "hm</thi")
+    assert reader("openai", NOW, "openai_gptoss").push("<|channel|>fin", last=True, cut=True) == AnswerDelta()
 
 
 def test_arguments_of_well_formed_answers_are_json_of_the_schema_s_types(recorded: Any) -> None:
