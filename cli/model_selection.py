@@ -202,10 +202,16 @@ class ModelSelection:
 
 
 def engine_settings(engine: EngineOptions, adapters: AdapterOptions) -> dict[str, str]:
-    """The settings for a checkpoint that the flags name. Raises as `parse_lora_modules`."""
+    """The settings for a checkpoint that the flags name. Raises as `parse_lora_modules`, and `InvalidArgument` for a
+    directory without an adapter: it is read when the model is loaded, minutes later."""
     settings = {name: str(value) for name, value in engine.given().items()}
     if adapters.lora_modules:
-        settings["lora_modules"] = json.dumps(parse_lora_modules(adapters.lora_modules))
+        modules = parse_lora_modules(adapters.lora_modules)
+        for name, path in modules.items():
+            if Path(path).is_absolute() and not (Path(path) / _ADAPTER_FILE).is_file():
+                lacks = f"there is no {_ADAPTER_FILE} in" if Path(path).is_dir() else "there is no directory"
+                raise InvalidArgument(f"--lora-modules {name}: {lacks} '{path}'")
+        settings["lora_modules"] = json.dumps(modules)
     return settings
 
 
@@ -266,6 +272,10 @@ def _rate_limiter(options: RepositoryOptions) -> RateLimiter | None:
     if limits and options.rate_limit == "off":
         log.warning("--rate-limit-resource has no effect without --rate-limit execution_count")
     return None if options.rate_limit == "off" else RateLimiter(limits)
+
+
+_ADAPTER_FILE = "adapter_config.json"
+"""What every adapter has."""
 
 
 class LoraModule(msgspec.Struct, forbid_unknown_fields=True):

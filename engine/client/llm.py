@@ -188,6 +188,7 @@ class LlmModel:
     async def load(self) -> None:
         """Return when the engine has generated a token. Raises a `CharoniaError` for a wrong checkpoint or
         configuration, and leaves nothing running."""
+        await self.adapters.locate_first()
         starting = asyncio.create_task(self._client.start())  # takes longest: all else is read meanwhile
         seeing = asyncio.create_task(self._media.load(self._config.name, self._on_progress))
         try:

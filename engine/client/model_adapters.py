@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ...core.adapter import Adapter
 from ...core.backends import OnProgress
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, NotFound
 from ...core.metrics import Reading
 from ...core.request import GenerateRequest
 from ...core.request_context import RequestContext
@@ -27,6 +27,7 @@ class ModelAdapters:
         self._name = name
         self._table: AdapterTable | None = None
         self._modules: Mapping[str, str] = {}
+        self._directories: dict[str, str] = {}
         self._fixed = {name: Adapter(name, path, "", 0, 0) for name, path in spec.adapters.items()}
         if spec.lora is None:
             return
@@ -53,12 +54,20 @@ class ModelAdapters:
             raise InvalidArgument(f"model '{self._name}' {what}")
         return self._table
 
-    async def load_first(self, on_progress: OnProgress) -> None:
-        """Load the configured adapters, directories or hub ids, one after the other."""
+    async def locate_first(self) -> None:
+        """Find the configured adapters, directories or hub ids, which costs less than what else is loaded. Raises
+        `NotFound`; the message names the adapter."""
         for name, path in self._modules.items():
+            try:
+                self._directories[name] = str(await asyncio.to_thread(locate_adapter, path))
+            except NotFound as error:
+                raise NotFound(f"lora_modules: '{name}': {error.message}", field="lora_modules") from None
+
+    async def load_first(self, on_progress: OnProgress) -> None:
+        """Load the configured adapters, which were located, one after the other."""
+        for name, directory in self._directories.items():
             began = time.monotonic()
-            directory = await asyncio.to_thread(locate_adapter, path)
-            adapter = await self._changeable.load(name, str(directory))
+            adapter = await self._changeable.load(name, directory)
             on_progress("adapters", 1.0, time.monotonic() - began, f"{name}, rank {adapter.rank}")
 
     async def use(

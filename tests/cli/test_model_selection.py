@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 import pytest
 
-from charonia.cli.model_selection import parse_lora_modules, select_models
-from charonia.cli.options import ConfigOptions, RepositoryOptions
+from charonia.cli.model_selection import engine_settings, parse_lora_modules, select_models
+from charonia.cli.options import AdapterOptions, ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
+from charonia.engine.options import EngineOptions
 from charonia.repository.backend_registry import check_backend, checkpoint_backends
 from charonia.repository.gateway import InProcessGateway
 
@@ -153,6 +154,16 @@ def test_adapters_have_names_and_directories(
     ):
         with pytest.raises(InvalidArgument, match=f"--lora-modules.*{text}"):
             parse_lora_modules(wrong)
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place, lacks in (("none", "there is no directory"), ("empty", "there is no adapter_config.json in")):
+        given = AdapterOptions(lora_modules=("hub=owner/name", f"sql={tmp_path / place}"))
+        with pytest.raises(InvalidArgument, match=f"--lora-modules sql: {lacks} '{tmp_path / place}'"):
+            engine_settings(EngineOptions(), given)
+    (tmp_path / "empty/adapter_config.json").write_text("{}")
+    assert "lora_modules" in engine_settings(EngineOptions(), given)
 
 
 def test_no_adapter_is_called_as_its_model(tmp_path: Path) -> None:
