@@ -103,9 +103,9 @@ async def test_blocks_are_free_soon_after(tokenizer_only: Path, monkeypatch: pyt
     async with served(model) as port:
         info = model.client.info
         assert info
-        for path, body in (*DOORS, *LONG_BODIES):
+        for path, body, half in (*((*door, False) for door in (*DOORS, *LONG_BODIES)), (*DOORS[1], True)):
             steps = Steps(model, monkeypatch)
-            await visit_and_leave(port, path, body, steps, info.blocks)
+            await visit_and_leave(port, path, body, steps, info.blocks, half)
             await steps.until(lambda steps=steps: steps.aborted_after is not None)
             await steps.until(lambda steps=steps: steps.reports[-1].load.free_blocks == info.blocks)
             # One more report may have been under way, already made when the abort was sent.
@@ -151,8 +151,12 @@ async def ask(port: int, path: str, body: Any) -> tuple[asyncio.StreamReader, as
     return reader, writer
 
 
-async def visit_and_leave(port: int, path: str, body: Any, steps: Steps, blocks: int) -> None:
-    _, writer = await ask(port, path, body)
+async def visit_and_leave(port: int, path: str, body: Any, steps: Steps, blocks: int, half: bool = False) -> None:
+    """`half`: close the sending half alone, and see that the server closes the other."""
+    reader, writer = await ask(port, path, body)
     await steps.until(lambda: steps.holding(blocks) >= 5)
+    if half:
+        writer.write_eof()
+        assert b'"error"' not in await reader.read()
     writer.close()
     await writer.wait_closed()
