@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from .core.errors import ServerExiting as ServerExiting
     from .core.errors import Unavailable as Unavailable
     from .core.errors import Unsupported as Unsupported
+    from .inprocess.beam_search import BeamSearchOutput as BeamSearchOutput
+    from .inprocess.beam_search import BeamSearchParams as BeamSearchParams
+    from .inprocess.beam_search import BeamSearchSequence as BeamSearchSequence
     from .inprocess.llm import LLM as LLM
     from .inprocess.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from .inprocess.outputs import CompletionOutput as CompletionOutput
     from .inprocess.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from .inprocess.outputs import Logprob as Logprob
+    from .inprocess.outputs import PoolingRequestOutput as PoolingRequestOutput
     from .inprocess.outputs import RequestOutput as RequestOutput
     from .inprocess.outputs import ScoringRequestOutput as ScoringRequestOutput
     from .inprocess.requests import InferenceRequest as InferenceRequest
@@ -42,9 +46,11 @@ _ERRORS = (
 )
 _MODULES = {
     "core.errors": _ERRORS,
+    "inprocess.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "inprocess.llm": "LLM",
     "inprocess.outputs": (
-        "ClassificationRequestOutput CompletionOutput EmbeddingRequestOutput Logprob RequestOutput ScoringRequestOutput"
+        "ClassificationRequestOutput CompletionOutput EmbeddingRequestOutput Logprob PoolingRequestOutput "
+        "RequestOutput ScoringRequestOutput"
     ),
     "inprocess.sampling_params": "SamplingParams",
     "inprocess.requests": "InferenceRequest InferenceResponse",

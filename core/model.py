@@ -178,6 +178,14 @@ class TextModel(Model, Protocol):
 
     async def tokenizer_info(self) -> dict[str, Any]: ...
 
+    @property
+    def end_tokens(self) -> Sequence[int]:
+        """The tokens by which it ends a text by itself."""
+
+    @property
+    def tokenizer_files(self) -> str:
+        """The directory, or the file, that its tokenizer was read from."""
+
 
 class QueueingModel(Protocol):
     """A model whose queue may be full."""

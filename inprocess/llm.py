@@ -4,32 +4,28 @@ See https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.
 """
 
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..api.openai.encoder_calls import class_probabilities, compare_pairs, encode_inputs
-from ..core.encoder_tensors import EMBEDDING, SCORE
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ModelHandle
 from ..core.request import TokenizeRequest
 from ..repository.gateway import InProcessGateway
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .generation import Generator
 from .loop_thread import BridgedStream
 from .outputs import (
-    ClassificationOutput,
     ClassificationRequestOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
 )
-from .prompts import AskedPrompt, asked_prompts, given_conversations, given_prompts
+from .pooling import Pooler
+from .prompts import AskedPrompt, GivenPrompt, asked_prompts, given_conversations, given_prompts
 from .requests import ENDPOINT
 from .sampling_params import SamplingParams
 from .server import Server
@@ -39,6 +35,7 @@ Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each; None is the model's own."""
 Progress: TypeAlias = bool | Callable[..., Any]
 """Whether there is a bar, or the class of one, such as tqdm's."""
+PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
 
 _WAITING_PROMPTS = 256
 """Prompts in the engine's hands beyond those that it runs."""
@@ -61,6 +58,8 @@ class LLM:
             raise InvalidArgument(f"'{model}' has {len(configs)} models: a repository is for Server", field="model")
         self.model_name = configs[0].name
         rows = self.server.options.engine.max_num_seqs or _USUAL_ROWS
+        self._source = os.fspath(model)
+        self._pooler = Pooler(self._ask)
         self._generator = Generator(self.server.running.gateway, self.model_name, rows + _WAITING_PROMPTS)
 
     def generate(
@@ -123,18 +122,47 @@ class LLM:
             raise InvalidArgument(f"a stream answers one prompt, got {len(asked)}", field="prompt")
         return OutputStream(self, BridgedStream(self.server.running.thread, partial(self._generator.stream, asked[0])))
 
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, *, lora_request: Any = None, use_tqdm: Progress = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, which is as `generate` has it, by beam search. Each step is a
+        request for each beam. Raises as `generate`."""
+        given = given_prompts(prompts)
+        params.check()
+        return self._run(lambda: self._search(given, params, lora_request, use_tqdm))
+
+    async def async_beam_search(
+        self, prompts: Any, params: BeamSearchParams, *, lora_request: Any = None, use_tqdm: Progress = False
+    ) -> list[BeamSearchOutput]:
+        """As `beam_search`."""
+        given = given_prompts(prompts)
+        params.check()
+        return await self._run_from_loop(lambda: self._search(given, params, lora_request, use_tqdm))
+
     def embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
         """The vectors of texts, or of lists of token ids, by an encoder. Raises `InvalidArgument` for another model."""
-        return self._run(partial(self._embed, prompts))
+        return self._run(lambda: self._pooler.embed(prompts))
 
     async def async_embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
         """As `embed`."""
-        return await self._run_from_loop(partial(self._embed, prompts))
+        return await self._run_from_loop(lambda: self._pooler.embed(prompts))
+
+    def encode(
+        self, prompts: Any, *, pooling_task: PoolingTask | None = None, use_tqdm: Progress = False
+    ) -> list[PoolingRequestOutput]:
+        """What an encoder makes of texts, or of lists of token ids, as it is: a vector, the probabilities of classes,
+        or a row for each token. Without a task, the first of these that the model does. Raises `InvalidArgument` for
+        another model, and for a task that this one does not do."""
+        return self._run(lambda: self._pooler.encode(prompts, pooling_task))
+
+    def reward(self, prompts: Any, *, use_tqdm: Progress = False) -> list[PoolingRequestOutput]:
+        """What `encode` gives for `token_classify`: a score of each token, as models of rewards have them."""
+        return self.encode(prompts, pooling_task="token_classify")
 
     def classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
         """The classes of texts, or of lists of token ids if the model takes them. Raises `InvalidArgument` for one that
         makes none."""
-        return self._run(partial(self._classify, prompts))
+        return self._run(lambda: self._pooler.classify(prompts))
 
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringRequestOutput]:
         """How well the texts of one side go with those of the other, pair by pair, or one with all: by a model that
@@ -144,15 +172,29 @@ class LLM:
         one = one * len(other) if len(one) == 1 else one
         if len(one) != len(other):
             raise InvalidArgument(f"there are {len(one)} texts on one side and {len(other)} on the other")
-        return self._run(partial(self._score, list(zip(one, other, strict=True))))
+        pairs = list(zip(one, other, strict=True))
+        return self._run(lambda: self._pooler.score(pairs))
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids of a text, as `generate` would have them."""
-        return self._run(lambda: self._ask(lambda handle: _token_ids(handle, text)))
+        return self._run(lambda: self._ask(lambda handle: _prompt_ids(handle, GivenPrompt(text))))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
         return self._run(lambda: self._ask(lambda handle: handle.detokenize(list(ids))))
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers reads it, which is imported for that. Raises `Unsupported` for files
+        that it does not read: those of GGUF, and of encoders that are no checkpoint here."""
+        try:
+            source = self.server.look(lambda gateway: gateway.text_model(self.model_name)).tokenizer_files
+        except InvalidArgument:  # an encoder's, which its own process has
+            source = self._source
+        try:
+            return import_module("transformers").AutoTokenizer.from_pretrained(source)
+        except Exception as error:
+            message = f"transformers reads no tokenizer from '{source}': {error}"
+            raise Unsupported(message) from error
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of the checkpoint's generation_config.json."""
@@ -193,14 +235,35 @@ class LLM:
         return name
 
     async def _answer(self, asked: list[AskedPrompt], bar: Progress, lora_request: Any) -> list[RequestOutput]:
+        await self._load_adapter(lora_request)
+        with _progress(bar, len(asked), "Prompts") as on_answer:
+            return await self._generator.answer_all(asked, on_answer)
+
+    async def _search(
+        self, given: list[GivenPrompt], params: BeamSearchParams, lora_request: Any, bar: Progress
+    ) -> list[BeamSearchOutput]:
+        adapter = self._adapter(lora_request)
+        await self._load_adapter(lora_request)
+
+        async def prepare(handle: ModelHandle) -> BeamSearch:
+            tokens = [await _prompt_ids(handle, prompt) for prompt in given]
+            ends = frozenset(self._gateway.text_model(self.model_name).end_tokens)
+            return BeamSearch(tokens, params, ends, int(handle.config.parameters["max_model_len"]))
+
+        async def write(handle: ModelHandle) -> None:
+            for sequence in (sequence for output in found for sequence in output.sequences):
+                sequence.text = await handle.detokenize(sequence.tokens)
+
+        search = await self._ask(prepare)
+        with _progress(bar, params.max_tokens, "Tokens") as on_step:
+            found = await search.run(self._generator, adapter, on_step)
+        await self._ask(write)
+        return found
+
+    async def _load_adapter(self, lora_request: Any) -> None:
         path = getattr(lora_request, "lora_path", "")
         if path and all(served.adapter.name != lora_request.lora_name for served in self._gateway.adapters()):
             await self._gateway.load_adapter(lora_request.lora_name, str(path), self.model_name)
-        if not bar or not asked:
-            return await self._generator.answer_all(asked, None)
-        make = bar if callable(bar) else import_module("tqdm.auto").tqdm
-        with make(total=len(asked), desc="Prompts") as shown:
-            return await self._generator.answer_all(asked, partial(shown.update, 1))
 
     @property
     def _gateway(self) -> InProcessGateway:
@@ -210,46 +273,21 @@ class LLM:
         with self._gateway.open_request(ENDPOINT) as context:
             return await use(await self._gateway.acquire(context, self.model_name))
 
-    async def _embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
-        inputs, vectors = await self._encode(prompts, EMBEDDING, "embeddings")
-        return [
-            EmbeddingRequestOutput(str(index), EmbeddingOutput(vector.tolist()), _given_ids(value))
-            for index, (vector, value) in enumerate(zip(vectors, inputs, strict=True))
-        ]
 
-    async def _classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
-        inputs, scores = await self._encode(prompts, SCORE, "classes")
-        rows = class_probabilities(scores) if inputs else scores
-        return [
-            ClassificationRequestOutput(str(index), ClassificationOutput(row.tolist()), _given_ids(value))
-            for index, (row, value) in enumerate(zip(rows, inputs, strict=True))
-        ]
-
-    async def _encode(self, prompts: Any, output: str, what: str) -> tuple[list[Any], NDArray[Any]]:
-        """Texts, or lists of token ids, and a row of the model's `output` for each."""
-        given = given_prompts(prompts)
-        inputs = [list(prompt.prompt) if isinstance(prompt.prompt, tuple) else prompt.prompt for prompt in given]
-        if len({type(value) for value in inputs}) > 1:
-            raise InvalidArgument("prompts are texts, or lists of token ids, not both at once", field="prompts")
-        if not inputs:
-            return [], np.empty((0, 0))
-        rows, _ = await self._ask(lambda handle: encode_inputs(handle, inputs, output, what))
-        return inputs, rows.astype(float)
-
-    async def _score(self, pairs: list[tuple[str, str]]) -> list[ScoringRequestOutput]:
-        if not pairs:
-            return []
-        values, _ = await self._ask(lambda handle: compare_pairs(handle, pairs))
-        scores: list[float] = values.astype(float).tolist()
-        return [ScoringRequestOutput(str(index), ScoringOutput(score)) for index, score in enumerate(scores)]
+@contextmanager
+def _progress(bar: Progress, total: int, what: str) -> Iterator[Callable[[], object] | None]:
+    """What is called at each step, to move a bar if there is one."""
+    if not bar or not total:
+        yield None
+        return
+    make = bar if callable(bar) else import_module("tqdm.auto").tqdm
+    with make(total=total, desc=what) as shown:
+        yield partial(shown.update, 1)
 
 
-def _given_ids(value: Any) -> list[int]:
-    return value if isinstance(value, list) else []
-
-
-async def _token_ids(handle: ModelHandle, text: str) -> list[int]:
-    return (await handle.tokenize(TokenizeRequest(prompt=text))).ids
+async def _prompt_ids(handle: ModelHandle, given: GivenPrompt) -> list[int]:
+    prompt = given.prompt
+    return list(prompt) if isinstance(prompt, tuple) else (await handle.tokenize(TokenizeRequest(prompt=prompt))).ids
 
 
 class OutputStream:

@@ -1,7 +1,9 @@
 """Keyword arguments become the options of `charonia serve`: the same names, with underscores, and the same checks."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from itertools import chain
@@ -13,7 +15,9 @@ from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
 from ..cli.foreign_flags import TritonFlags, VllmFlags, unknown_flag
 from ..cli.options import ServeOptions
-from ..core.errors import InvalidArgument
+from ..cli.other_servers import VLLM_FLAGS
+from ..core.errors import CharoniaError, InvalidArgument
+from ..engine.vllm.arguments import asks_for_nothing
 
 _TRITON_NAMES = {
     "backend_configuration": "backend_config",
@@ -60,7 +64,30 @@ def read_options(arguments: Mapping[str, Any]) -> ServeOptions:
     Raises:
         InvalidArgument: an argument is unknown or wrong, or is about what a program has none of; `field` names it.
     """
-    named = {_TRITON_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
+    with in_words_of_programs():
+        return _read_options({name: value for name, value in arguments.items() if not _says_nothing(name, value)})
+
+
+_FLAG_IN_TEXT = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+
+
+@contextmanager
+def in_words_of_programs() -> Iterator[None]:
+    """Let errors within the block name arguments where they name flags."""
+    try:
+        yield
+    except CharoniaError as error:
+        message = _FLAG_IN_TEXT.sub(lambda flag: flag[1].replace("-", "_"), error.message)
+        raise type(error)(message.replace("Unknown option: ", "unknown argument: "), field=error.field) from None
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an argument is None, or one of vLLM's for what is not served, at a value that asks for nothing of it."""
+    return value is None or (_flag(name) in VLLM_FLAGS and asks_for_nothing(name, value))
+
+
+def _read_options(arguments: Mapping[str, Any]) -> ServeOptions:
+    named = {_TRITON_NAMES.get(name, name): value for name, value in arguments.items()}
     words = [word for name, value in named.items() for word in _words(name, value)]
     try:
         _, bound, _ = _reader.parse_args(words, exit_on_error=False, print_error=False)
@@ -99,6 +126,8 @@ def _text(value: Any) -> str:
         return value.name.lower()
     if isinstance(value, PathLike):
         value = fspath(value)
+    if type(value).__module__ == "torch":  # a dtype
+        value = str(value).removeprefix("torch.")
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
@@ -106,7 +135,7 @@ def _stray_names(arguments: Mapping[str, Any]) -> Iterator[str]:
     """The arguments that are given, whatever their values, and mean nothing without endpoints."""
     groups = {field.name for field in fields(ServeOptions)} - {*_MODEL_GROUPS}
     path_of = {name: argument.keys for argument in _reader.assemble_argument_collection() for name in argument.names}
-    for name in (name for name, value in arguments.items() if value is not None):
+    for name in arguments:
         path = path_of[_flag(_TRITON_NAMES.get(name, name))]
         if path in _ENDPOINTS_ALONE or (path[0] in groups and path[-1] not in _SERVER_OPTIONS):
             yield name

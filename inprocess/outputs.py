@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..core.logprobs import PromptToken, TokenLogprob
 from ..core.request import GenerateChunk
 
@@ -51,6 +54,25 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Tokens of the prompt that came from the prefix cache."""
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What an encoder made of a prompt."""
+
+    data: NDArray[np.float32]
+    """[dimensions], or [tokens, dimensions] of a task by tokens."""
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """What an encoder made of one prompt, as it is."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """As they were given; empty of a text."""
+    finished: bool = True
 
 
 @dataclass(slots=True)

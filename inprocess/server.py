@@ -30,7 +30,7 @@ from ..telemetry.metric_families import MetricsConfig, parse_metrics_config
 from ..telemetry.request_log import log_request
 from ..telemetry.shared_state import SharedState
 from .loop_thread import LoopThread
-from .options import read_options
+from .options import in_words_of_programs, read_options
 from .requests import AsyncResponseIterator, InferenceRequest, RequestDoor, ResponseIterator
 
 if TYPE_CHECKING:
@@ -278,7 +278,8 @@ class _RunningServer:
         self.thread = LoopThread("charonia")
         self._options = options
         self._measured: MetricsConfig = parse_metrics_config(options.server.metrics_config)
-        self._selection = _select(model, options, self._measured)
+        with in_words_of_programs():
+            self._selection = _select(model, options, self._measured)
         self._host: ModelHost | None = None
         self._door: RequestDoor | None = None
         self._registry: CollectorRegistry | None = None

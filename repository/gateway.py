@@ -12,7 +12,7 @@ from ..core.adapter import Adapter
 from ..core.errors import CharoniaError, InvalidArgument, ServerExiting, Unavailable
 from ..core.gateway import NO_FILES, ModelState, RepositoryIndexEntry, ServedAdapter
 from ..core.metrics import Measurement, ModelStatistics
-from ..core.model import ModelConfig
+from ..core.model import ModelConfig, TextModel
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import Headers, RequestContext, RequestEnd
 from ..telemetry import request_log
@@ -93,13 +93,17 @@ class InProcessGateway:
         return self.in_flight.count
 
     async def tokenizer_info(self, name: str) -> dict[str, Any]:
+        return await self.text_model(name).tokenizer_info()
+
+    def text_model(self, name: str) -> TextModel:
+        """The loaded language model of that name. Raises `InvalidArgument` for another model."""
         route = self.routes.find(name, "")
         loaded = (
             next(filter(None, route.loaded()), None) if route is not None else self.registry.find_served(name).loaded
         )
         if loaded is None or loaded.capabilities.text is None:
             raise InvalidArgument(f"model '{name}' has no tokenizer to tell of", field="model")
-        return await loaded.capabilities.text.tokenizer_info()
+        return loaded.capabilities.text
 
     def model_configs(self) -> list[ModelConfig]:
         latest = (entry.latest for entry in self.registry.entries.values())

@@ -110,19 +110,19 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_446,
+    "core": 2_450,
     "processes": 1_232,
     "telemetry": 3_025,
     "kvcache": 1_601,
-    "tokenization": 4_088,
+    "tokenization": 4_104,
     "media": 1_614,
     "scheduler": 2_494,
-    "engine": 31_785,
+    "engine": 31_803,
     "classic_backends": 8_905,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_895,
-    "api": 10_606,
+    "repository": 4_897,
+    "api": 10_644,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
@@ -130,9 +130,9 @@ BUDGETS = {
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_573,
-    "cli": 2_950,
+    "cli": 2_962,
     "extras/optimizer": 4_050,
-    "inprocess": 1_420,
+    "inprocess": 1_640,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

@@ -26,6 +26,7 @@ from ...core.encoder_tensors import (
     TOKEN_EMBEDDING,
     TOKEN_EMBEDDING_COUNT,
     TOKEN_IDS,
+    TOKEN_WEIGHT,
 )
 from ...core.errors import CharoniaError, Internal, InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
@@ -107,6 +108,34 @@ async def encode_tokens(
         rows = tensors[output].data.reshape(tensors[output].shape)
         arrays += [row[:count] for row, count in zip(rows, counts, strict=True)]
     return arrays, tokens
+
+
+TASKS = {"embed": EMBEDDING, "classify": SCORE, "token_embed": TOKEN_EMBEDDING, "token_classify": TOKEN_WEIGHT}
+"""The outputs of vLLM's pooling tasks."""
+
+
+def choose_task(config: ModelConfig, wanted: str | None, field: str = "task") -> str:
+    """The pooling task that is wanted, or of None the first that the model does. Raises `InvalidArgument` of that
+    field for one that it does not."""
+    known = [task for task, output in TASKS.items() if makes(config, output)]
+    task = wanted or next(iter(known), "embed")
+    if task not in known:
+        does = ", ".join(known) or "none"
+        raise field_error(field, f": model '{config.name}' does {does}, not {task[:40]}")
+    return task
+
+
+async def pool_inputs(
+    model: ModelHandle, inputs: Sequence[Any], task: str, prompt_name: str | None = None
+) -> tuple[list[NDArray[np.float32]], int]:
+    """What the model makes of each input, and how many tokens they were; that of a task by tokens has a row for each of
+    them. `prompt_name`: as of `encode_inputs`."""
+    output = TASKS[task]
+    if output in (EMBEDDING, SCORE):
+        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", prompt_name)
+        return list(values if output == EMBEDDING else class_probabilities(values)), tokens
+    arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt_name)
+    return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
 
 
 async def late_interaction(model: ModelHandle, pairs: Sequence[tuple[str, str]]) -> tuple[NDArray[np.float32], int]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...core.encoder_tensors import EMBEDDING, SCORE, TOKEN_EMBEDDING, TOKEN_WEIGHT
+from ...core.encoder_tensors import SCORE
 from ...core.errors import InvalidArgument
 from ...core.gateway import ModelHandle, ModelLookup
 from ..http.connection import CancelOnDisconnect, offload_if_large
@@ -19,13 +19,14 @@ from ..http.request_context import request_id_of
 from ..size_limits import JSON_SHARE, MAX_RESPONSE_BYTES, response_too_large
 from .embeddings import ENCODER_NO_OP_VALUES, check_encoding, encoded_rows
 from .encoder_calls import (
+    TASKS,
     acquire_encoder,
     check_count,
+    choose_task,
     class_probabilities,
     compare_pairs,
     encode_inputs,
-    encode_tokens,
-    makes,
+    pool_inputs,
     several_inputs,
     usage_of,
 )
@@ -72,7 +73,7 @@ class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /pooling; a `task` of None takes what the model makes first, in the order of `_TASKS`."""
+    """The body of /pooling; a `task` of None takes what the model makes first, in the order of `TASKS`."""
 
     input: Any
     model: str | None = None
@@ -80,9 +81,6 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True):
     task: str | None = None
     encoding_format: str | None = None
 
-
-_TASKS = {"embed": EMBEDDING, "classify": SCORE, "token_embed": TOKEN_EMBEDDING, "token_classify": TOKEN_WEIGHT}
-"""The outputs of vLLM's tasks."""
 
 _NO_OP_VALUES: NoOpValues = {**ENCODER_NO_OP_VALUES, "prompt_name": ()}
 _SCORE = BodyFormat(ScoreBody, _NO_OP_VALUES)
@@ -133,30 +131,16 @@ class ScoringRoutes:
         check_encoding(body.encoding_format)
         inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
-        known = [task for task, output in _TASKS.items() if makes(model.config, output)]
-        task = body.task or next(iter(known), "embed")
-        if task not in known:
-            does = ", ".join(known) or "none"
-            raise field_error("task", f": model '{model.config.name}' does {does}, not {task[:40]}")
+        task = choose_task(model.config, body.task)
         async with CancelOnDisconnect(request.receive):
-            arrays, tokens = await _pool(model, inputs, task, body.prompt_name)
+            arrays, tokens = await pool_inputs(model, inputs, task, body.prompt_name)
         size = sum(array.nbytes for array in arrays)
         as_json = body.encoding_format != "base64"
         limit = self._max_response_size // JSON_SHARE if as_json else self._max_response_size
         if size > limit:
-            raise response_too_large(_TASKS[task], size, limit, as_json)
+            raise response_too_large(TASKS[task], size, limit, as_json)
         head = _head(request, "pool", model)
         return await offload_if_large(size, _pooled, head, arrays, body.encoding_format, usage_of(tokens))
-
-
-async def _pool(model: ModelHandle, inputs: list[Any], task: str, prompt: str | None) -> tuple[list[NDArray[Any]], int]:
-    """The data of each input, and how many tokens they were; that of a task by tokens has a row for each of them."""
-    output = _TASKS[task]
-    if output in (EMBEDDING, SCORE):
-        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", prompt)
-        return list(values if output == EMBEDDING else class_probabilities(values)), tokens
-    arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt)
-    return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
 
 
 def _pooled(head: dict[str, Any], arrays: list[NDArray[Any]], encoding: str | None, usage: dict[str, int]) -> Response:

@@ -350,6 +350,14 @@ class LlmModel:
         return await asyncio.to_thread(self.bundle.tokenizer_info)
 
     @property
+    def end_tokens(self) -> Sequence[int]:
+        return self.bundle.defaults.eos
+
+    @property
+    def tokenizer_files(self) -> str:
+        return self.bundle.tokenizer_of or self.bundle.checkpoint
+
+    @property
     def _max_counted(self) -> int:
         return max(self._info.max_model_len, _MIN_COUNTED)
 

@@ -2,6 +2,7 @@
 command line reads them for vLLM's flags, too."""
 
 from collections.abc import Mapping
+from typing import Any
 
 WITHOUT_EFFECT = {
     "enable_chunked_prefill": "prompts are always computed in pieces",
@@ -98,3 +99,9 @@ HARMLESS = {"task": {"generate"}, "runner": {"generate"}, "convert": {"none"}, "
 
 NOTHING = {"", "none", "false", "0", "0.0", "auto", "[]", "{}"}
 """Values, as text, that change nothing."""
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether an argument's value changes nothing."""
+    text = str(value).lower()
+    return text in NOTHING or text in HARMLESS.get(name, ())

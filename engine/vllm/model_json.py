@@ -15,12 +15,11 @@ from ..options import EngineOptions, parse_settings, read_speculation_config
 from .arguments import (
     CHANGES_ANSWERS,
     ELSEWHERE,
-    HARMLESS,
     NOT_SERVED,
-    NOTHING,
     OWN_NAMES,
     OWN_VALUES,
     WITHOUT_EFFECT,
+    asks_for_nothing,
 )
 
 _FILE = "model.json"
@@ -95,13 +94,13 @@ def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[
     settings: dict[str, Any] = {}
     idle: dict[str, str] = {}
     for name, value in arguments.items():
-        if name in CHANGES_ANSWERS and not _asks_for_nothing(name, value):
+        if name in CHANGES_ANSWERS and not asks_for_nothing(name, value):
             raise InvalidArgument(f"argument '{name}' is not served: {CHANGES_ANSWERS[name]}")
         if name == _SPECULATION and (reason := _why_undrafted(value)):
             idle[name] = reason
         elif name in OWN_NAMES:
             settings |= _setting(name, OWN_VALUES.get((name, str(value)), value))
-        elif not _asks_for_nothing(name, value):
+        elif not asks_for_nothing(name, value):
             idle[name] = _reason(name)
     for name in () if settings.get("enable_lora") else settings.keys() & {"max_loras", "max_lora_rank"}:
         del settings[name]
@@ -111,11 +110,6 @@ def _translated(arguments: Mapping[str, Any], device: str | None) -> tuple[dict[
         del settings[utilization]
         idle[utilization] = "no GPU computes; the host's is the parameter 'kv_cache_memory_fraction' in config.pbtxt"
     return settings, idle
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    text = str(value).lower()
-    return text in NOTHING or text in HARMLESS.get(name, ())
 
 
 def _setting(name: str, value: Any) -> dict[str, Any]:

@@ -14,19 +14,11 @@ import numpy as np
 import pytest
 
 import charonia
-from charonia import SamplingParams
-from charonia.bench.load.fake_model import VOCAB, write_words
+from charonia import BeamSearchParams, SamplingParams
+from charonia.bench.load.fake_model import VOCAB
 from charonia.core.request import GuidedDecoding
 
 FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_model_len": 4096}
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without weights."""
-    directory = tmp_path_factory.mktemp("checkpoint") / "words"
-    write_words(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +170,11 @@ class Structured:
         (lambda llm: llm.embed(["a", [1]]), "prompts are texts, or lists of token ids"),
         (lambda llm: llm.score("a", "b"), "model 'words' makes no scores"),
         (lambda llm: llm.classify("a"), "model 'words' makes no classes"),
+        (lambda llm: llm.encode("a"), "pooling_task: model 'words' does none, not embed"),
+        (lambda llm: llm.reward("a"), "pooling_task: model 'words' does none, not token_classify"),
+        (lambda llm: llm.beam_search("a", BeamSearchParams(11, 4)), "beam_width must be between 1 and 10, got 11"),
+        (lambda llm: llm.beam_search("a", BeamSearchParams(2, 0)), "max_tokens must be between 1 and"),
+        (lambda llm: llm.beam_search([[1] * 4096], BeamSearchParams(2, 1)), "4096"),
         (lambda llm: llm.score(["a", "b"], ["c"] * 3), "there are 2 texts on one side and 3 on the other"),
     ],
 )
@@ -243,11 +240,27 @@ def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path
         [ids] = asyncio.run(llm.async_embed([[4, 5]]))
         assert ids.prompt_token_ids == [4, 5]
         assert llm.embed([]) == []
+        [pooled] = llm.encode([[4, 5]], pooling_task="embed")
+        assert pooled.outputs.data.tolist() == pytest.approx(ids.outputs.embedding, abs=1e-5)
+        assert (pooled.prompt_token_ids, llm.encode([])) == ([4, 5], [])
+        with pytest.raises(charonia.InvalidArgument, match="pooling_task: model 'mini' does embed, not token_embed"):
+            llm.encode("a river", pooling_task="token_embed")
+        assert llm.get_tokenizer()("a river")["input_ids"]
         same, other = (score.outputs.score for score in llm.score("a river", ["a river", "the ferry"]))
         assert same == pytest.approx(1, abs=1e-5)
         assert other == pytest.approx(np.dot(one.outputs.embedding, two.outputs.embedding), abs=1e-5)
         with pytest.raises(charonia.InvalidArgument, match="'mini' does not generate text"):
             llm.generate("a")
+
+
+@pytest.mark.proof
+def test_rows_of_tokens_come_as_they_are(sibling: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    sibling("encoder_models.py").write_late_interaction(tmp_path / "late", "pylate")
+    with charonia.LLM(tmp_path / "late") as llm:
+        one, two = llm.encode(["the ferry", "a river"])
+        assert one.outputs.data.ndim == two.outputs.data.ndim == 2
+        assert one.outputs.data.shape[1] == two.outputs.data.shape[1]
+        assert len(llm.encode("a river", pooling_task="token_embed")) == 1
 
 
 @pytest.mark.proof

@@ -292,18 +292,18 @@ def test_the_last_reference_ends_a_server(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modle_repository": "."}, "Unknown option: --modle-repository; did you mean '--model-repository'?"),
+        ({"modle_repository": "."}, "unknown argument: modle_repository; did you mean 'model_repository'?"),
         ({"http_port": 9000}, "'http_port' is about ports, processes or the log of `charonia serve`"),
         ({"allow_grpc": False}, "'allow_grpc' is about ports"),
         ({"port": 8000}, "'port' is about ports"),  # what is so by default, too
         ({"host": "127.0.0.1"}, "'host' is about ports"),
         ({"disable_log_requests": True}, "'disable_log_requests' is about ports"),
         ({"trace_level": "TIMESTAMPS"}, "'trace_config' is about ports"),
-        ({"max_num_seqs": 1}, "--max-num-seqs is for a single checkpoint"),
-        ({"model_control_mode": "sometimes"}, 'Invalid value "sometimes" for --model-control-mode'),
-        ({"num_gpu_blocks_override": 5}, "here: --kv-cache-blocks"),
+        ({"max_num_seqs": 1}, "max_num_seqs is for a single checkpoint"),
+        ({"model_control_mode": "sometimes"}, 'Invalid value "sometimes" for model_control_mode'),
+        ({"num_gpu_blocks_override": 5}, "here: kv_cache_blocks"),
         ({"hf_token": None}, "nothing to serve"),
-        ({"hf_token": None, "max_modl_len": 9}, "did you mean '--max-model-len'"),
+        ({"hf_token": None, "max_modl_len": 9}, "did you mean 'max_model_len'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

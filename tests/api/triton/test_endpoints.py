@@ -196,7 +196,7 @@ def _as_bytes(body: Any) -> bytes:
 
 MALFORMED = [
     (b'{"text_input": ', "failed to parse the request JSON buffer: "),
-    (b"\xff\xfe", "failed to parse the request JSON buffer: it is not UTF-8: invalid start byte at 0"),
+    (b"\xff\xfd", "failed to parse the request JSON buffer: it is not UTF-8: invalid start byte at 0"),
     (b'{"x": [' + b"[" * 900 + b"]" * 900 + b"]}", "the request JSON buffer: it is nested too deeply at 0"),
     (b"[" * 100_0, "failed to parse the request JSON buffer: "),
     (b"[1]", "failed to parse the request JSON buffer: "),

@@ -180,7 +180,7 @@ def test_events_are_heard_where_they_are_published(given: dict[str, Any], heard:
         ({}, "prefill", [], "needs --kv-transfer-config"),
         ({"kv_transfer_config": "{}", "lora_modules": ("a=/a",)}, "decode", [], "adapters are for"),
         ({}, "agg", ["--endpoint", "dyn://a.b"], "NAMESPACE.COMPONENT.ENDPOINT"),
-        ({"max_model_len": "many"}, "agg", [], "max-model-len"),
+        ({"max_model_len": "many"}, "agg", [], "max_model_len"),
         ({"kv_events_config": '{"enable_kv_cache_events": true, "endpoint": "tcp://h:9"}'}, "agg", [], "must be bound"),
     ],
 )
