@@ -30,6 +30,8 @@ from typing import Any
 
 _SET_CHILD_SUBREAPER = 36
 """Of prctl(2): whether a process below this one whose parent ends becomes a child of this one."""
+_SET_PARENT_DEATH_SIGNAL = 1
+"""Of prctl(2): what this process is sent when its parent ends."""
 _MOST_BYTES = 2**20
 _EARLY = ("PYTHON", "LD_", "MALLOC_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "TRITON_")
 """What libraries read when a process begins, or when they are loaded, and not later. Without `KMP_`: scikit-learn sets
@@ -104,6 +106,7 @@ def copy_on_demand(requests: socket.socket, run: Callable[[Any, list[int]], None
         child = os.fork()
         if not child:
             # The copy's parent ends at once: then it is a child of the process that asks.
+            between = os.getpid()
             if copy := os.fork():
                 if request.get("group"):
                     os.setpgid(copy, copy)
@@ -111,12 +114,19 @@ def copy_on_demand(requests: socket.socket, run: Callable[[Any, list[int]], None
                 os._exit(0)
             for descriptor in (reader, writer, requests.detach()):
                 os.close(descriptor)
+            while os.getppid() == between:
+                time.sleep(0.0001)
             run(request, descriptors)
             return
         os.waitpid(child, 0)
         requests.send(os.read(reader, _MOST_BYTES))
         for descriptor in (reader, writer, *descriptors):
             os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """Have this copy asked to end when the process that asked for it does, whatever ends that."""
+    CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 class HiddenModules(MetaPathFinder, Loader):

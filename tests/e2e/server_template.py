@@ -25,6 +25,7 @@ from tests.e2e.copied_children import (
     Template,
     copy_on_demand,
     early_variables,
+    end_with_parent,
     fork_template,
     import_engine,
     run_child,
@@ -106,6 +107,7 @@ def _run(request: Any, descriptors: list[int]) -> None:
         run_child(request, descriptors)
         return
     [output] = descriptors
+    end_with_parent()
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
