@@ -1,8 +1,8 @@
 """Large answers leave no memory behind: `python -m tests.proofs.large_answers`.
 
 A Python model answers with tensors of `--mib` MiB, raw and as JSON, over HTTP and gRPC, to clients who read at once and
-to one who takes his time, and with more than there may be. Half a minute later the server and the model's process have
-no more memory than before, but for 64 MiB.
+to one who takes his time, and with more than there may be. Each gets all of it, or the refusal. Half a minute later the
+server and the model's process have no more memory than before, but for 64 MiB.
 """
 
 import http.client
@@ -31,6 +31,8 @@ _READ_BYTES = 1 << 20
 _STRING_BYTES = 12
 """Of a string with its length."""
 _PAUSE_SECONDS = 3.0
+_PATIENCE = 600.0
+"""Seconds for an answer."""
 
 _CONFIG = """
 backend: "python"
@@ -71,7 +73,8 @@ def large_server(size: int) -> Iterator[ServerAddress]:
 
 
 class LargeQuestion(NamedTuple):
-    """A request for one output of `size` bytes. `pause`: seconds for which its client does not read."""
+    """A request for one output of `size` bytes, to be answered with `status`. `pause`: seconds for which its client
+    does not read."""
 
     name: str
     output: str
@@ -79,6 +82,7 @@ class LargeQuestion(NamedTuple):
     binary: bool
     pause: float = 0.0
     grpc: bool = False
+    status: str = "200"
 
     @property
     def elements(self) -> int:
@@ -91,12 +95,12 @@ def questions(size: int) -> tuple[LargeQuestion, ...]:
     else is their encoding."""
     return (
         LargeQuestion("raw numbers", "NUMBERS", size, True),
-        LargeQuestion("raw numbers, gRPC", "NUMBERS", size, True, grpc=True),
+        LargeQuestion("raw numbers, gRPC", "NUMBERS", size, True, grpc=True, status="OK"),
         LargeQuestion("raw numbers, slowly", "NUMBERS", size, True, _PAUSE_SECONDS),
         LargeQuestion("numbers as JSON", "NUMBERS", size // 8, False),
         LargeQuestion("raw strings", "STRINGS", size // 16, True),
         LargeQuestion("strings as JSON", "STRINGS", size // 16, False),
-        LargeQuestion("more than there may be", "NUMBERS", size // 2, False),
+        LargeQuestion("more than there may be", "NUMBERS", size // 2, False, status="400"),
     )
 
 
@@ -108,7 +112,7 @@ def ask(place: ServerAddress, question: LargeQuestion) -> str:
         "inputs": [{"name": "COUNT", "datatype": "INT64", "shape": [1], "data": [question.elements]}],
         "outputs": [{"name": question.output, "parameters": {"binary_data": question.binary}}],
     }
-    connection = http.client.HTTPConnection(place.host, place.http_port, timeout=600)
+    connection = http.client.HTTPConnection(place.host, place.http_port, timeout=_PATIENCE)
     try:
         connection.request("POST", f"/v2/models/{NAME}/infer", json.dumps(body))
         time.sleep(question.pause)
@@ -129,7 +133,7 @@ def _ask_grpc(place: ServerAddress, question: LargeQuestion) -> str:
     request.inputs.add(name="COUNT", datatype="INT64", shape=[1]).contents.int64_contents.append(question.elements)
     options = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(f"{place.host}:{place.grpc_port}", options) as channel:
-        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=_PATIENCE)
         return f"OK, {len(answer.raw_output_contents[0]):,} bytes"
 
 
@@ -150,9 +154,11 @@ class MemoryOf(NamedTuple):
 
 
 class LargeAnswersResult(NamedTuple):
-    """What the clients were told, and the memory: before, at most, and as long after as was waited."""
+    """What the clients were told, the questions that were answered otherwise than they should be, and the memory:
+    before, at most, and as long after as was waited."""
 
     told: list[str]
+    wrong: list[str]
     before: MemoryOf
     most: MemoryOf
     after: MemoryOf
@@ -170,9 +176,10 @@ def run(
     for question in questions(1 << 16):
         ask(place, question._replace(pause=0))
     before = most = MemoryOf.read(place)
-    told = []
+    told, wrong = list[str](), list[str]()
     for question in questions(size):
         told.append(ask(place, question))
+        wrong += [question.name] if told[-1].partition(",")[0] != question.status else []
         now = MemoryOf.read(place)
         most = MemoryOf(*map(max, most, now))
         more = now.more_than(before)
@@ -182,7 +189,7 @@ def run(
         time.sleep(min(1.0, wait_seconds))
         if max(MemoryOf.read(place).more_than(before)) <= allowed:
             break
-    return LargeAnswersResult(told, before, most, MemoryOf.read(place))
+    return LargeAnswersResult(told, wrong, before, most, MemoryOf.read(place))
 
 
 @app.default
@@ -196,7 +203,9 @@ def main(mib: int = 768, wait: float = WAIT_SECONDS) -> None:
         row = [getattr(each, whose) / MIB for each in (found.before, found.most, found.after, more)]
         table.add_row(whose, *(f"{figure:,.0f}" for figure in row))
     Console().print(table)
-    sys.exit(max(more) > ALLOWED)
+    for name in found.wrong:
+        print(f"answered wrongly: {name}")
+    sys.exit(bool(found.wrong) or max(more) > ALLOWED)
 
 
 if __name__ == "__main__":
