@@ -4,6 +4,7 @@ Over real sockets, which lose batches that the reader then asks for; some worlds
 the events begin anew. A failure prints the seed that repeats it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 from cyclopts import App
+from rich.progress import Progress
 
 from charonia.engine.config import KVEventsConfig
 from charonia.engine.core.cache_events import CacheEventEncoder, CacheEventRecorder, group_kinds
@@ -89,7 +91,7 @@ def caching_world(random: Random) -> SchedulerWorld:
     return replace(world, prefix_caching=True, snapshots=world.snapshots or None, tenants=4, scheduler=scheduler)
 
 
-def follow_seed(seed: int, operations: int) -> EventsResult:
+def follow_seed(seed: int, operations: int, tell: Callable[[int], None] = lambda operations: None) -> EventsResult:
     """At least so many calls, in worlds drawn from the seed; each second one drops batches for good, too.
 
     Raises:
@@ -104,13 +106,16 @@ def follow_seed(seed: int, operations: int) -> EventsResult:
             total = total.plus(follow_world(world, seed, min(PER_WORLD, operations), losses, queue))
         except Exception as broken:
             raise RuntimeError(f"seed {seed}, world {number}, {world}: {broken!r}") from broken
+        tell(total.operations)
     return total
 
 
 @app.default
 def main(operations: int = 100_000, seed: int = 0) -> None:
     """Stops at the first failure."""
-    total = follow_seed(seed, operations)
+    with Progress() as progress:
+        task = progress.add_task("calls", total=operations)
+        total = follow_seed(seed, operations, lambda done: progress.update(task, completed=done))
     told = f"{total.operations:,} calls, {total.batches:,} batches, {total.asked:,} times some were asked for again"
     print(f"{told}, {total.dropped:,} dropped for good; at most {total.most_blocks} blocks, always the same")
 

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from cyclopts import App
 from rich.console import Console
+from rich.progress import Progress
 
 from charonia.core.errors import CharoniaError
 from charonia.repository.object_storage.bucket_repository import BucketRepository
@@ -104,7 +105,9 @@ class Uploads:
         return int(lines[0])
 
 
-def run_rounds(proxy: FaultProxy, client: Any, folder: Path, rounds: int, seed: int = 0) -> Counter[str]:
+def run_rounds(
+    proxy: FaultProxy, client: Any, folder: Path, rounds: int, seed: int = 0, tell: Callable[[], None] = lambda: None
+) -> Counter[str]:
     """How the rounds ended: with an upload, or by which error."""
     client.put_object(Bucket=_BUCKET, Key="m/config.pbtxt", Body='backend: "python"')
     random, uploads, ends = Random(seed), Uploads(client, 40_000), Counter[str]()
@@ -124,6 +127,7 @@ def run_rounds(proxy: FaultProxy, client: Any, folder: Path, rounds: int, seed: 
         proxy.faults.clear()
         if random.random() < 0.5:
             uploads.next()
+        tell()
     return ends
 
 
@@ -150,11 +154,15 @@ def _fault(random: Random, uploads: Uploads) -> Fault:
 def main(rounds: int = 400, versions: int = VERSIONS) -> int:
     """Print what was counted; 1 where a start takes too many requests, or a round broke."""
     console = Console(highlight=False)
+    logging.disable(logging.WARNING)  # of plain HTTP, by every server
     with TemporaryDirectory(prefix="charonia-proof-") as folder, store() as (proxy, client):
         cold, warm = count_requests(proxy, client, Path(folder) / "many", versions)
         objects = versions * OBJECTS
         console.print(f"{versions} versions, {objects} objects: (listings, reads) {cold} at first, then {warm}")
-        console.print(f"{rounds} rounds: {dict(run_rounds(proxy, client, Path(folder) / 'rounds', rounds))}")
+        with Progress(console=console) as progress:
+            task = progress.add_task("rounds", total=rounds)
+            ends = run_rounds(proxy, client, Path(folder) / "rounds", rounds, tell=lambda: progress.advance(task))
+        console.print(f"{rounds} rounds: {dict(ends)}")
     return 0 if warm[0] <= MOST_LISTINGS and not warm[1] else 1
 
 

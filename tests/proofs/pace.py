@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from cyclopts import App
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from charonia.bench.load.planned_requests import read_trace
@@ -198,15 +199,18 @@ def main(traces: Path | None = None, requests: int = 100, longest: int = 2048, m
         "fill",
     )
     table = Table(*head, "TTFT p90, ITL p99: now over before")
-    for trace in TRACES:
-        asked = load_requests(trace, traces, requests, longest)
-        for name, machine in chosen.items():
-            for load, factor in loads(machine, asked):
-                runs = {policy: run(machine, sped_up(asked, factor), make) for policy, make in POLICIES.items()}
-                for policy, each in runs.items():
-                    ratios = _ratios(each, runs["before"]) if policy == "now" else ""
-                    times = _joined(each.ttft), _joined(each.itl), f"{each.whole:.0f}", f"{each.fill:.2f}"
-                    table.add_row(trace, name, load, policy, *times, ratios)
+    with Progress(console=console) as progress:
+        task = progress.add_task("loads of traces", total=len(TRACES) * len(chosen) * (1 + len(LOADS)))
+        for trace in TRACES:
+            asked = load_requests(trace, traces, requests, longest)
+            for name, machine in chosen.items():
+                for load, factor in loads(machine, asked):
+                    runs = {policy: run(machine, sped_up(asked, factor), make) for policy, make in POLICIES.items()}
+                    for policy, each in runs.items():
+                        ratios = _ratios(each, runs["before"]) if policy == "now" else ""
+                        times = _joined(each.ttft), _joined(each.itl), f"{each.whole:.0f}", f"{each.fill:.2f}"
+                        table.add_row(trace, name, load, policy, *times, ratios)
+                    progress.advance(task)
     console.print(table)
     return 0 if kept else 1
 

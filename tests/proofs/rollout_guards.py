@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cyclopts import App
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from charonia.extras.rollouts.arm_samples import ArmSamples
@@ -111,8 +112,15 @@ def main(*, trials: int = 2000) -> int:
     trials
         Of each kind.
     """
-    found = [count_found(trials, Version(fails=fails)) for fails in (0.0, 0.001, 0.003)]
-    alarms = [count_false_alarms(trials, *each) for each in ((GUARDS, Version(fails=0.003)), (TIGHT, Version(0.01)))]
+    found, alarms = list[TrialCounts](), list[TrialCounts]()
+    with Progress() as progress:
+        task = progress.add_task("kinds of rollouts", total=5)
+        for fails in (0.0, 0.001, 0.003):
+            found.append(count_found(trials, Version(fails=fails)))
+            progress.advance(task)
+        for guards, both in ((GUARDS, Version(fails=0.003)), (TIGHT, Version(0.01))):
+            alarms.append(count_false_alarms(trials, guards, both))
+            progress.advance(task)
     table = Table("version", "trials", "went back")
     for said, counts in zip(("fails 5 %", "fails 5 %, others 0.1 %", "fails 5 %, others 0.3 %"), found, strict=True):
         table.add_row(said, *map(str, counts))

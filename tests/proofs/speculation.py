@@ -7,7 +7,7 @@ at once; every token is compared. Exits with 1 where a bound or a token does not
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ import numpy as np
 from cyclopts import App
 from msgspec.structs import replace
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -275,6 +276,7 @@ def exactness(
     drafters: Mapping[str, Mapping[str, object]],
     kinds: Sequence[str],
     new: int,
+    tell: Callable[[], None] = lambda: None,
 ) -> Differing:
     """How many tokens of the demo model's answers are others with each drafter, by precision, sampling, number of
     streams and drafter; whatever a run has beside itself, the texts are those of a sequence that is alone. A drafter is
@@ -300,6 +302,7 @@ def exactness(
                             for at, tokens in enumerate(answers)
                             for one, other in zip(tokens, alone[at % len(alone)], strict=True)
                         )
+                        tell()
     return differing
 
 
@@ -309,6 +312,25 @@ def _build_drafter(keys: Mapping[str, object], record: Path, vocab_size: int) ->
     return build_drafter(config, vocab_size)
 
 
+def _measured(console: Console, new: int, seeds: int) -> tuple[list[NeverSlower], Differing]:
+    """All that `main` judges, with progress."""
+    precisions: tuple[Precision, ...] = ("bf16", "int8", "int4")
+    counts, kinds, runs = STREAMS[:3], ("edit", "code"), list[NeverSlower]()
+    with Progress(console=console) as progress:
+        cells = len(MACHINES) * len(STREAMS) * len(GUESSES)
+        simulated = progress.add_task("on simulated machines", total=seeds * cells)
+        cells = len(precisions) * len(SAMPLINGS) * len(counts) * (len(DRAFTERS) + 1)
+        compared = progress.add_task("cells of texts", total=cells)
+        for seed in range(seeds):
+            for run in never_slower(list(MACHINES), list(GUESSES), STREAMS, new, seed):
+                runs.append(run)
+                progress.advance(simulated)
+        differing = exactness(
+            precisions, list(SAMPLINGS), counts, DRAFTERS, kinds, new // 2, lambda: progress.advance(compared)
+        )
+    return runs, differing
+
+
 @app.default
 def main(new: int = 400, seeds: int = 3) -> None:
     """Prove both; the exit code is 0 if every bound holds and every token is the same."""
@@ -316,7 +338,7 @@ def main(new: int = 400, seeds: int = 3) -> None:
     table = Table(title="on simulated machines, of none: speed, and p99 of the time per output token; medians")
     for name in ("machine", "guesses", *(f"{count} at once" for count in STREAMS)):
         table.add_column(name)
-    runs = [each for seed in range(seeds) for each in never_slower(list(MACHINES), list(GUESSES), STREAMS, new, seed)]
+    runs, differing = _measured(console, new, seeds)
     for machine in MACHINES:
         for guesses in GUESSES:
             said = []
@@ -330,7 +352,6 @@ def main(new: int = 400, seeds: int = 3) -> None:
                 cells, broken = cells + 1, broken + (not middle.holds)
             table.add_row(machine, guesses, *said)
     console.print(table)
-    differing = exactness(("bf16", "int8", "int4"), list(SAMPLINGS), STREAMS[:3], DRAFTERS, ("edit", "code"), new // 2)
     for (precision, sampling, count, drafter), tokens in differing.items():
         if tokens:
             console.print(f"[red]{precision}, {sampling}, {count} at once, {drafter}: {tokens} tokens differ[/red]")
