@@ -36,12 +36,10 @@ ATTENTION = [GroupKind(0, "full_attention")]
 POLL_MILLISECONDS = 10_000
 
 
-@pytest.mark.parametrize(
-    ("seed", "calls"), [(3, 800), *(pytest.param(seed, 10_000, marks=pytest.mark.proof) for seed in range(10))]
-)
-def test_a_reader_knows_what_the_cache_holds(seed: int, calls: int) -> None:
-    """Through losses, replays and drops, in worlds with windows, states and host memory; both encodings."""
-    result = follow_seed(seed, calls)
+def test_a_reader_knows_what_the_cache_holds() -> None:
+    """Through losses, replays and drops, in worlds with windows, states and host memory; both encodings. The
+    proof makes more calls."""
+    result = follow_seed(3, 800)
     assert result.asked
     assert result.most_blocks > 20
 
