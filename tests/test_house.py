@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_104,
     "media": 1_614,
     "scheduler": 2_494,
-    "engine": 31_803,
+    "engine": 31_806,
     "classic_backends": 8_905,
     "ensembles": 1_200,
     "routing": 250,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, NotFound
 from ...core.regular_files import MAX_TEXT_BYTES, read_regular
 from ...tokenization.checkpoint_files import checkpoint_fingerprint, locate_checkpoint
 from ...tokenization.generation_defaults import GenerationDefaults, read_generation_defaults
@@ -33,7 +33,10 @@ class TokenizerBundle:
         """Read a checkpoint directory or hub id. `chat_template`, and the tokenizer of another directory or hub id,
         replace its own. Raises as `Tokenizer.load` does."""
         directory = locate_checkpoint(model)
-        tokenizer_of = str(locate_checkpoint(tokenizer_of)) if tokenizer_of else ""
+        try:
+            tokenizer_of = str(locate_checkpoint(tokenizer_of)) if tokenizer_of else ""
+        except NotFound as error:
+            raise NotFound(f"tokenizer: {error.message}", field="tokenizer") from None
         tokenizer = Tokenizer.load(Path(tokenizer_of) if tokenizer_of else directory, chat_template)
         defaults = read_generation_defaults(directory, tokenizer)
         fingerprint = checkpoint_fingerprint(directory)

@@ -16,7 +16,7 @@ from charonia.engine.client.add_request import build_add_request
 from charonia.engine.client.client import own_engine_spec
 from charonia.engine.client.engine import EngineSpec
 from charonia.engine.client.llm import LlmModel
-from charonia.engine.config import EngineConfig
+from charonia.engine.config import EngineConfig, LoraConfig
 from charonia.engine.core.messages import AddRequest, CoreReady, decode_tokens, encode_tokens
 from charonia.tokenization.generation_defaults import GenerationDefaults
 
@@ -122,3 +122,19 @@ def test_leaves_torch_to_the_core() -> None:
     check = "import charonia.engine.client.llm, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)
+
+
+async def test_a_tokenizer_that_is_not_there_is_named(words: Path) -> None:
+    model = LlmModel("m", "1", EngineConfig(model=str(words), tokenizer="/nowhere", executor="fake"))
+    with pytest.raises(NotFound, match=r"^tokenizer: there is no directory '/nowhere'") as refused:
+        await model.load()
+    assert refused.value.field == "tokenizer"
+
+
+async def test_adapters_are_found_before_the_engine_starts(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = LoraConfig(modules={"sql": "/nowhere"})
+    model = LlmModel("m", "1", EngineConfig(model=str(words), lora=lora, executor="fake"))
+    monkeypatch.setattr(model.client, "start", None)
+    with pytest.raises(NotFound, match=r"^lora_modules: 'sql': there is no directory '/nowhere'") as refused:
+        await model.load()
+    assert refused.value.field == "lora_modules"
