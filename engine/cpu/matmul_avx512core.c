@@ -51,10 +51,18 @@ ALWAYS_INLINE TARGET Ints dot(int kind, Ints sum, Ints x, Ints w) {
 
 #define DOT(kind, sum, x, w) dot(kind, sum, x, w)
 
+/* Few rows, and up to twelve, which use each line twice as often as six would. */
+#define TALL_TILES(tile, kind) \
+    SIX_TILES(tile, kind, 4) SIX_TILES(tile, kind, 2) \
+    TILE(tile, kind, 7, 2) TILE(tile, kind, 8, 2) TILE(tile, kind, 9, 2) \
+    TILE(tile, kind, 10, 2) TILE(tile, kind, 11, 2) TILE(tile, kind, 12, 2)
+#define TALL(kind) \
+    {kind##_1x2, kind##_2x2, kind##_3x2, kind##_4x2, kind##_5x2, kind##_6x2, \
+     kind##_7x2, kind##_8x2, kind##_9x2, kind##_10x2, kind##_11x2, kind##_12x2}
+#define TALL_PLANS(kind) {{6, 6, 4, 1280, 6, SIX(kind, 4)}, {INT64_MAX, 12, 2, 1280, 252, TALL(kind)}}
+
 #include "matmul_tile.inc"
-SIX_TILES(tile, INT8, 4) SIX_TILES(tile, BFLOAT16, 4) SIX_TILES(tile, FLOAT32, 4)
-TILE(tile, INT8, 7, 2) TILE(tile, INT8, 8, 2) TILE(tile, INT8, 9, 2)
-TILE(tile, INT8, 10, 2) TILE(tile, INT8, 11, 2) TILE(tile, INT8, 12, 2)
+TALL_TILES(tile, INT8) TALL_TILES(tile, BFLOAT16) TALL_TILES(tile, FLOAT32)
 
 #define Vector __m512i
 #define WORDS(name) _mm512_##name
@@ -67,21 +75,16 @@ ALWAYS_INLINE TARGET Floats half_floats(const char *line) {
 #include "matmul_span_tile.inc"
 SIX_TILES(span_tile, INT4, 2) SIX_TILES(span_tile, GROUPED_INT8, 2) SIX_TILES(span_tile, FLOAT4, 2)
 
-static const Plan fp32_plan = {INT64_MAX, 6, 4, 1280, 252, SIX(FLOAT32, 4)};
-static const Plan bf16_plan = {INT64_MAX, 6, 4, 1280, 252, SIX(BFLOAT16, 4)};
-/* Up to twelve rows read each line once: two tiles would read it again, where memory is what they wait for. */
-static const Plan int8_plans[] = {
-    {6, 6, 4, 1280, 6, SIX(INT8, 4)},
-    {12, 12, 2, 1280, 12, {[6] = INT8_7x2, INT8_8x2, INT8_9x2, INT8_10x2, INT8_11x2, INT8_12x2}},
-    {INT64_MAX, 6, 4, 1280, 252, SIX(INT8, 4)},
-};
+static const Plan fp32_plans[] = TALL_PLANS(FLOAT32);
+static const Plan bf16_plans[] = TALL_PLANS(BFLOAT16);
+static const Plan int8_plans[] = TALL_PLANS(INT8);
 static const Plan int4_plan = {INT64_MAX, 6, 2, 1280, 252, SIX(INT4, 2)};
 static const Plan grouped_plan = {INT64_MAX, 6, 2, 1280, 252, SIX(GROUPED_INT8, 2)};
 static const Plan float4_plan = {INT64_MAX, 6, 2, 1280, 252, SIX(FLOAT4, 2)};
 
 const Kernel matmul_avx512core[KINDS] = {
-    {&fp32_plan, copy_row, 4, LINE, 1},
-    {&bf16_plan, wide_row, 8, LINE, 0},
+    {fp32_plans, copy_row, 4, LINE, 1},
+    {bf16_plans, wide_row, 8, LINE, 0},
     {int8_plans, signed_row, 8, LINE, 0, HALVED},
     {&int4_plan, span_row, 1, LINE, 0},
     {&grouped_plan, wide_span_row, 2, LINE, 0},
