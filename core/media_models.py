@@ -45,7 +45,7 @@ SEEING_FAMILIES = (
 """The `model_type` of checkpoints whose images are served: towers and language parts read it."""
 
 PLAIN_LANGUAGE_PARTS = frozenset(
-    {"exaone4", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3"}
+    {"exaone4", "exaone4_5_text", "lfm2", "lfm2_moe", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3"}
 )
 """The `model_type` of language parts that may have rows of images at their tokens' places and be told nothing else,
 whatever family they are a part of."""

@@ -77,9 +77,11 @@ class ImageProcessor:
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
             raise InvalidArgument(f"{checkpoint}: its processor, {name}, has no token for an image")
-        self.token = token
-        self.token_ids = tuple(number for number in processor.image_token_ids if number is not None)
-        settings = f"{name} {processor.image_processor.to_json_string()} {token} {self.token_ids}"
+        # Qianfan-OCR's template has another text than its rows.
+        self.token = str(getattr(processor, "image_placeholder_token", None) or token)
+        known = tuple(number for number in processor.image_token_ids if number is not None)
+        self.token_ids = known or (_token_id(processor.tokenizer, token),)
+        settings = f"{name} {processor.image_processor.to_json_string()} {self.token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
         self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
         images = processor.image_processor
@@ -125,6 +127,15 @@ class ImageProcessor:
         return ProcessedMedium(
             inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
         )
+
+
+def _token_id(tokenizer: Any, token: str) -> int:
+    """The id of a token that its processor knows by its text alone, as Janus'. Raises `InvalidArgument` if the
+    vocabulary lacks it."""
+    number = tokenizer.get_vocab().get(token)
+    if number is None:
+        raise InvalidArgument(f"the vocabulary has no {token}, which stands for parts of an image")
+    return int(number)
 
 
 def _grid(inputs: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:

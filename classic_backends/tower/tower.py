@@ -28,6 +28,9 @@ _LANGUAGE = ("lm_head.", "model.language_model.", "model.text_model.")
 _PARTS: Mapping[MediaKind, str] = {"image": "vision_config", "audio": "audio_config"}
 """By kind of media, the part of a configuration that has its tower."""
 
+_SQUEEZED = ("mistral3", "mistral_large4")
+"""Families whose class drops the first dimension of rows [length, hidden] if it is 1, as of an image of one place."""
+
 _ON_HOST = {"THP_MEM_ALLOC_ENABLE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 """Variables of torch and oneDNN, read for the first tensor and the first product: large tensors lie in huge pages, and
 code is kept for few shapes. It takes 0.3 MiB each, 1024 by default, and a picture of another size has about twelve."""
@@ -58,8 +61,9 @@ def load_beside_text(files: TowerFiles, dtype: torch.dtype, device: str) -> tupl
     text.pad_token_id = None
     if getattr(text, "layer_types", None):
         text.layer_types = []
+    described = files.family in SEEING_FAMILIES | HEARING_FAMILIES  # other classes may need all of their parts
     for kind, part in _PARTS.items():
-        if kind not in files.kinds and hasattr(config, part):
+        if described and kind not in files.kinds and hasattr(config, part):
             setattr(config, part, None)
     if hasattr(config, "quantization_config"):  # the language part's
         del config.quantization_config
@@ -72,6 +76,9 @@ def load_beside_text(files: TowerFiles, dtype: torch.dtype, device: str) -> tupl
     tower: Any = model.model.requires_grad_(False).to(device).eval()
     if device == "cpu":
         compute_on_host(tower, _PARTS.values())
+
+    if files.family in _SQUEEZED:
+        tower.multi_modal_projector.register_forward_hook(lambda module, args, rows: rows.unsqueeze(0))
 
     def image_features(**inputs: Tensor) -> TowerFeatures:
         output = tower.get_image_features(**inputs, return_dict=True)

@@ -92,7 +92,7 @@ def loading(files: TowerFiles) -> Iterator[None]:
     log.set_verbosity(log.CRITICAL)
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         raise InvalidArgument(f"transformers cannot load the tower of {files.directory}: {error}") from error
     finally:
         log.set_verbosity(verbosity)

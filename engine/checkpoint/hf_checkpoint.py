@@ -59,6 +59,7 @@ _TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm_ocr_text": ("Glm4ForCausalLM", _GLM_OCR),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
+    "exaone4_5_text": ("Exaone4ForCausalLM", {}),
     "lfm2": ("Lfm2ForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _SEVEN_BILLION | {"intermediate_size": 11008}),
@@ -129,6 +130,7 @@ _TEXT_PREFIXES = {
     "model.shared.": "model.embed_tokens.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "language_model.model.encoder.": "model.",  # Qianfan-OCR's, as transformers writes them
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "decoder.final_layer_norm.": "model.layer_norm.",

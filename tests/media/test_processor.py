@@ -89,6 +89,22 @@ def test_a_familys_images(process: LimitedProcess, family: str) -> None:
     assert len({image.settings for image in images}) == 1
 
 
+@pytest.mark.parametrize(
+    ("family", "token", "row"),
+    [
+        ("janus", "<image_placeholder>", "<image_placeholder>"),
+        ("qianfan-ocr", "<image>", "<IMG_CONTEXT>"),
+    ],
+)
+def test_tokens_that_a_processor_has_no_numbers_of_or_two_of(tmp_path: Path, family: str, token: str, row: str) -> None:
+    """Janus' knows the text alone, and Qianfan-OCR's puts other tokens where its template has one."""
+    processor = ImageProcessor(write_processor(tmp_path, family))
+    medium = processor.process(Image.new("RGB", (60, 40)))
+    words = processor._processor.tokenizer.get_vocab()
+    assert (processor.token, processor.token_ids[0]) == (token, words[row])
+    assert row in medium.placeholder
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", [family for family in PROCESSORS if family != "idefics2"])
 def test_a_placeholder_of_rows_is_that_of_an_image(tmp_path: Path, family: str) -> None:

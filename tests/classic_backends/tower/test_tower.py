@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration
 
 from charonia.classic_backends.tower.tower import Tower
 from charonia.classic_backends.tower.tower_files import read_tower_files
@@ -28,6 +29,7 @@ def reference(
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Rows and deepstack of each image by the whole model."""
     model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype)
+    model.set_experts_implementation("eager")  # others have no double precision
     outputs = []
     for arrays in media:
         inputs = {name: torch.tensor(array) for name, array in arrays.items()}
@@ -59,6 +61,52 @@ def test_rows_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(other.deepstack, one.deepstack, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lighton-ocr"])
+def test_the_smallest_image_has_a_row_for_each_place(tmp_path: Path, name: str) -> None:
+    directory = write_seeing(tmp_path, name)
+    processor = ImageProcessor(directory)
+    medium = processor.process(Image.new("RGB", (1, 1)))
+    [encoded] = Tower(read_tower_files(directory, "auto"), "cpu", together=False).encode([medium.inputs])
+    places = processor._processor.tokenizer(medium.placeholder)["input_ids"]
+    assert len(encoded.rows) == places.count(processor.token_ids[0]) > 0
+
+
+@pytest.mark.parametrize("name", ["mistral3", pytest.param("mistral-large4", marks=pytest.mark.proof)])
+def test_an_image_of_one_place_has_its_row(tmp_path: Path, name: str) -> None:
+    """Of which transformers' class makes nothing unless another stands beside it."""
+    directory = write_seeing(tmp_path, name)
+    processor = ImageProcessor(directory)
+    small = processor.process(Image.new("RGB", (20, 9), (9, 80, 200))).inputs
+    both = {key: np.concatenate((array, array)) for key, array in small.items()}
+    [encoded] = Tower(read_tower_files(directory, "auto"), "cpu", together=False).encode([small])
+    [(pair, _)] = reference(directory, [both], torch.float32)
+    torch.testing.assert_close(encoded.rows, pair[:1], rtol=1e-5, atol=1e-5)
+    assert len(pair) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3-vl", {"max_pixels": 3136}),
+        ("gemma4", {"max_soft_tokens": 140}),
+        ("smolvlm", {"do_image_splitting": False}),
+        ("internvl", {"max_patches": 1}),
+        ("mistral3", {"size": {"longest_edge": 56}}),
+        ("lfm2-vl", {"max_image_tokens": 5}),
+    ],
+)
+def test_images_of_a_requests_own_options_have_a_row_for_each_place(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    directory = write_seeing(tmp_path, name)
+    processor = ImageProcessor(directory)
+    medium = processor.process(Image.fromarray(picture(200, 120)), options)
+    [encoded] = Tower(read_tower_files(directory, "auto"), "cpu", together=False).encode([medium.inputs])
+    places = processor._processor.tokenizer(medium.placeholder)["input_ids"]
+    assert len(encoded.rows) == places.count(processor.token_ids[0]) > 0
+
+
 def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="images of the family 'llama' are not served"):
         read_tower_files(write_checkpoint(tmp_path / "text"), "auto")
@@ -78,6 +126,18 @@ def test_what_is_no_tower_is_refused_by_name(tmp_path: Path) -> None:
         tower.encode([{"image_sizes": torch.zeros(1, 2).numpy()}])
     with pytest.raises(InvalidArgument, match=r"the tower refuses pixel_values \[1, 3, 30, 30\]"):
         tower.encode([{"pixel_values": torch.zeros(1, 3, 30, 30).numpy()}])
+
+
+def test_a_class_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the library raises, as where a part of its configuration is missing."""
+    files = read_tower_files(write_seeing(tmp_path, "llava"), "auto")
+
+    def fails(*inputs: Any, **named: Any) -> None:
+        raise TypeError("Parameter config should be an instance of class PreTrainedConfig")
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "from_pretrained", fails)
+    with pytest.raises(InvalidArgument, match=r"transformers cannot load the tower of .*Parameter config"):
+        Tower(files, "cpu", together=False)
 
 
 def test_memory_of_loading_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

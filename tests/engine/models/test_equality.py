@@ -82,6 +82,9 @@ class Events:
 class Bench:
     """One loaded executor, and schedulers as the settings want them."""
 
+    longest = 256
+    """Tokens of a sequence."""
+
     def __init__(
         self, checkpoint: Path, backend: str, length: int | None = None, how: Mapping[str, Any] | None = None
     ) -> None:
@@ -114,7 +117,7 @@ class Bench:
         config = SchedulerConfig(
             max_num_seqs=setting.rows,
             max_num_batched_tokens=setting.chunk,
-            max_model_len=256,
+            max_model_len=self.longest,
             ahead=setting.ahead,
             snapshots=RULE,
         )

@@ -11,8 +11,10 @@ from transformers import AutoModelForImageTextToText
 
 from charonia.core.errors import CharoniaError
 from charonia.engine.build import examine
-from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
+from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint, text_tensor_name
+from charonia.engine.checkpoint.media_support import media_kinds
 from charonia.engine.models.image_wrapper import _check_call, check_image_wrapper
+from charonia.engine.models.registry import NativeBuilder, checkpoint_builder
 from charonia.engine.models.transformers_fallback import transformers_builder
 from tests.proofs.image_families import write_config
 from tests.seeing_models import write_seeing
@@ -56,6 +58,28 @@ def test_a_language_part_may_be_given_rows_alone(inputs: dict[str, Any], reason:
     _check_call([{"inputs_embeds": wanted, "position_ids": torch.arange(4)[None], "use_cache": False}], wanted)
     with pytest.raises(CharoniaError, match=reason):
         _check_call([{"inputs_embeds": wanted, **inputs}], wanted)
+
+
+def test_a_language_part_by_its_older_name(tmp_path: Path) -> None:
+    """EXAONE 4.5 was published with one."""
+    directory = write_seeing(tmp_path, "exaone4.5")
+    newer = checkpoint_builder(open_checkpoint(directory))
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["model_type"] = "exaone4_5_text"
+    (directory / "config.json").write_text(json.dumps(config))
+    older = checkpoint_builder(open_checkpoint(directory))
+    assert isinstance(newer, NativeBuilder)
+    assert isinstance(older, NativeBuilder)
+    assert older.spec == newer.spec
+    assert media_kinds(directory) == ("image",)
+
+
+@pytest.mark.parametrize("within", ["encoder.", ""])
+def test_a_language_part_as_transformers_writes_it_and_as_it_was_published(within: str) -> None:
+    """Qianfan-OCR's."""
+    assert text_tensor_name(f"language_model.model.{within}layers.0.mlp.up_proj.weight") == (
+        "model.layers.0.mlp.up_proj.weight"
+    )
 
 
 def test_phi_4_s_adapters_are_the_reason(tmp_path: Path) -> None:
