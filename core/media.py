@@ -64,6 +64,8 @@ class MediaSource(msgspec.Struct, frozen=True):
     """The patches of such rows by time, height and width, if the request says so; zeros otherwise."""
     width: int = 0
     """The numbers that each of them must have; 0: any."""
+    options: str = ""
+    """What the request says of the processor of an image, as a JSON object; empty: nothing."""
 
 
 class PreparedMedium(msgspec.Struct, frozen=True, array_like=True):

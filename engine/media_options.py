@@ -26,6 +26,12 @@ _KINDS = ("image", "video", "audio")
 """Kinds that vLLM's option names; of those that are not served none may come anyway."""
 
 
+class _Count(msgspec.Struct):
+    """vLLM's form of a limit with what it is measured by at a start, which counts for nothing here."""
+
+    count: int | None = None
+
+
 def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
     """The configuration of options by fields of `MediaConfig`. Raises `InvalidArgument` for a wrong limit."""
     given = dict(settings)
@@ -38,11 +44,13 @@ def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
 
 
 def _counts(written: str) -> dict[str, int]:
-    """Numbers by kind, as in `image=4` or `{"image": 4}`."""
+    """Numbers by kind, as in `image=4`, `{"image": 4}` or `{"image": {"count": 4}}`."""
     field = "limit_mm_per_prompt"
     try:
         if written.lstrip().startswith("{"):
-            counts = msgspec.json.decode(written, type=dict[str, int])
+            decoded = msgspec.json.decode(written, type=dict[str, int | _Count])
+            given = {kind: most.count if isinstance(most, _Count) else most for kind, most in decoded.items()}
+            counts = {kind: most for kind, most in given.items() if most is not None}
         else:
             matches = [_COUNT.fullmatch(part) for part in written.split(",")]
             counts = {match[1]: int(match[2]) for match in matches if match is not None}

@@ -19,9 +19,11 @@ from ..processes.limited_process import Answer
 from .limits import MediaLimits
 
 if TYPE_CHECKING:
-    from .processor import MediumProcessor
+    from .processor import MediumProcessor, ProcessedMedium
 
 _ALIGNMENT = 64
+_LENGTH = 4
+"""Bytes of a length in a message."""
 _PACKAGES = {None: "pillow", "PIL": "pillow"}
 """The packages of modules by whose names an import fails."""
 
@@ -46,12 +48,24 @@ class PreparedAnswer(msgspec.Struct, array_like=True):
     seconds: float = 0.0
 
 
+def pack_message(kind: int, options: str, data: bytes) -> bytes:
+    """The message about a medium's file: the place of its kind, what its processor is told, and the file."""
+    told = options.encode()
+    return bytes((kind,)) + len(told).to_bytes(_LENGTH, "little") + told + data
+
+
+def _unpack_message(message: bytes) -> tuple[int, dict[str, Any], bytes]:
+    begin = 1 + _LENGTH
+    end = begin + int.from_bytes(message[1:begin], "little")
+    return message[0], msgspec.json.decode(message[begin:end] or b"{}"), message[end:]
+
+
 class _KindPart(NamedTuple):
     """What prepares the media of a checkpoint."""
 
     processor: "MediumProcessor"
-    decode: Callable[[bytes], Any]
-    """Reads a file. Raises `InvalidArgument`."""
+    prepare: Callable[[bytes, Mapping[str, Any]], "ProcessedMedium"]
+    """Reads a file and processes it, as the options say. Raises `InvalidArgument`."""
     row_text: tuple[str, str, str] | None = None
     gridded: bool = False
     patch: int = 0
@@ -65,8 +79,8 @@ class _KindPart(NamedTuple):
 
 
 def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[MediaKind, ...] = ("image",)) -> Answer:
-    """In the process: the function that answers. A message is the place of the medium's kind among `kinds`, one byte,
-    and its file. `memory` is the descriptor of `limits.max_output_for` bytes."""
+    """In the process: the function that answers messages of `pack_message`, and an empty one with the facts. `memory`
+    is the descriptor of `limits.max_output_for` bytes."""
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Transformers is there in a quarter of the time and of the memory without, and computes by numpy here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -84,11 +98,12 @@ def make_answer(checkpoint: str, limits: MediaLimits, memory: int, kinds: tuple[
         if not message:
             facts = {kind: preparation.facts for kind, preparation in preparations.items()}
             return msgspec.msgpack.encode(PreparedAnswer(facts=facts))
-        kind = kinds[message[0]]
+        index, options, data = _unpack_message(message)
+        kind = kinds[index]
         noun = KIND_NOUNS[kind]
         try:
             preparation = preparations[kind]
-            result = preparation.processor.process(preparation.decode(message[1:]))
+            result = preparation.prepare(data, options)
             arrays = _share(result.inputs, shared, noun)
             answered = PreparedAnswer(None, {}, result.placeholder, result.grid, arrays, result.seconds)
         except MemoryError:
@@ -112,7 +127,11 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     processor = ImageProcessor(checkpoint)
     row_text = processor.row_text()
     patch = processor.patch if row_text is None else 0
-    return _KindPart(processor, lambda data: decode_image(data, limits), row_text, processor.gridded, patch)
+
+    def prepare(data: bytes, options: Mapping[str, Any]) -> "ProcessedMedium":
+        return processor.process(decode_image(data, limits), options)
+
+    return _KindPart(processor, prepare, row_text, processor.gridded, patch)
 
 
 def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
@@ -123,7 +142,7 @@ def _sound_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
 
     in_prompts = read_json(checkpoint / "config.json").get("model_type") in HEARING_FAMILIES
     processor = PromptSounds(checkpoint) if in_prompts else SoundProcessor(checkpoint)
-    return _KindPart(processor, lambda data: decode_sound(data, processor.rate, limits))
+    return _KindPart(processor, lambda data, options: processor.process(decode_sound(data, processor.rate, limits)))
 
 
 _PREPARATIONS: Mapping[MediaKind, Callable[[Path, MediaLimits], _KindPart]] = {

@@ -14,7 +14,7 @@ from ..processes.child_process import anonymous_file
 from ..processes.host import LAST_NICENESS, NICENESS
 from ..processes.limited_process import CallLimits, CallLost, LimitedProcess, TimeLimitExceeded
 from .limits import MediaLimits
-from .preparing_process import PreparedAnswer, copy_arrays, make_answer
+from .preparing_process import PreparedAnswer, copy_arrays, make_answer, pack_message
 
 _START_SECONDS = 120.0
 _PATIENCE = 10.0
@@ -68,12 +68,12 @@ class PreparingWorker:
             raise Internal(f"the process that prepares {self._nouns} does not know its processor")
         return answer.facts
 
-    def prepare(self, kind: MediaKind, data: bytes, digest: bytes) -> PreparedMedium:
-        """The prepared medium of a file. Raises `InvalidArgument` for one that is broken or costs too much: unless the
-        worker is `alive` afterwards, it cost the process its life."""
+    def prepare(self, kind: MediaKind, data: bytes, digest: bytes, options: str = "") -> PreparedMedium:
+        """The prepared medium of a file; `options` as of `MediaSource`. Raises `InvalidArgument` for one that is broken
+        or costs too much: unless the worker is `alive` afterwards, it cost the process its life."""
         noun = KIND_NOUNS[kind]
         try:
-            answer = self._ask(bytes((self._kinds.index(kind),)) + data, kind)
+            answer = self._ask(pack_message(self._kinds.index(kind), options, data), kind)
         except TimeLimitExceeded as error:
             raise InvalidArgument(f"preparing the {noun} takes {error}") from None
         except CallLost as error:

@@ -31,6 +31,24 @@ _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer
 """Files that may name the class of the processor, the first one first."""
 
 
+_FLAG, _COUNT, _LENGTHS = "a boolean", "a positive whole number", "an object of positive whole numbers"
+_LARGEST = 1 << 40
+_OPTIONS = {
+    "min_pixels": _COUNT,
+    "max_pixels": _COUNT,
+    "size": _LENGTHS,
+    "do_image_splitting": _FLAG,
+    "crop_to_patches": _FLAG,
+    "min_patches": _COUNT,
+    "max_patches": _COUNT,
+    "max_soft_tokens": _COUNT,
+    "min_image_tokens": _COUNT,
+    "max_image_tokens": _COUNT,
+}
+"""What a request may say to a processor, if that has it, and of which kind it is."""
+_SIDES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Older names of what is within a size."""
+
 OWN_PROCESSORS = {
     "Cohere2VisionProcessor": "cohere2_images:Cohere2VisionImageProcessorPil",
     "Lfm2VlProcessor": "lfm2_images:Lfm2VlImageProcessorPil",
@@ -81,6 +99,7 @@ class ImageProcessor:
         self.token = str(getattr(processor, "image_placeholder_token", None) or token)
         known = tuple(number for number in processor.image_token_ids if number is not None)
         self.token_ids = known or (_token_id(processor.tokenizer, token),)
+        self._row = str(processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
         settings = f"{name} {processor.image_processor.to_json_string()} {self.token} {self.token_ids}"
         self.settings = sha256(settings.encode()).digest()
         self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
@@ -94,7 +113,7 @@ class ImageProcessor:
         """As of `MediaFacts`, by the placeholders of images that are made for it."""
         from PIL import Image
 
-        row = str(self._processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
+        row = self._row
         begin = end = ""
         for side in _SAMPLE_SIDES:
             text = self.process(Image.new("RGB", (side, side))).placeholder
@@ -104,8 +123,10 @@ class ImageProcessor:
                 return None
         return begin, row, end
 
-    def process(self, image: Any) -> ProcessedMedium:
-        """The result for an image of pillow's, in RGB. Raises `InvalidArgument` for one that the processor refuses."""
+    def process(self, image: Any, options: Mapping[str, Any] = {}) -> ProcessedMedium:
+        """The result for an image of pillow's, in RGB, as the checkpoint has it but for `options`. Raises
+        `InvalidArgument` for one that the processor refuses, and for options that it has not."""
+        given = self._checked(options)
         try:
             features = self._processor(
                 images=[image],
@@ -113,6 +134,7 @@ class ImageProcessor:
                 return_tensors="np",
                 padding=False,
                 return_text_replacement_offsets=True,
+                images_kwargs=given,
             )
             if (replacements := features.pop("text_replacement_offsets", None)) is None:
                 name = type(self._processor).__mro__[1].__name__
@@ -122,11 +144,45 @@ class ImageProcessor:
             raise
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:
             raise InvalidArgument(f"the model's processor refuses the image: {error}") from error
+        placeholder = str(replacement["replacement"])
+        if self._row not in placeholder:
+            size = " x ".join(map(str, image.size))
+            raise InvalidArgument(f"the image is too small: {size} pixels have no place in a prompt of this model")
         inputs = {name: np.asarray(value) for name, value in features.items() if name not in _TEXT_INPUTS}
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
-        return ProcessedMedium(
-            inputs, str(replacement["replacement"]), (time, height // self._merge, width // self._merge)
-        )
+        return ProcessedMedium(inputs, placeholder, (time, height // self._merge, width // self._merge))
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options as the processor takes them. Raises `InvalidArgument` for others, and for strange values."""
+        if not options:
+            return {}
+        images = self._processor.image_processor
+        own = {side: length for side, length in dict(images.size or {}).items() if length}
+        fixed = own.keys() & {"height", "width"}  # which its tower takes, and no other
+        names = [
+            name for name in _OPTIONS if name in images.valid_kwargs.__annotations__ and not (fixed and name == "size")
+        ]
+        given = dict(options)
+        for name, value in options.items():
+            where = f"mm_processor_kwargs.{name}"
+            if name not in names:
+                raise InvalidArgument(f"{where} is none of this model's: {', '.join(names) or 'it has none'}")
+            if not _is_of_kind(value, _OPTIONS[name]):
+                raise InvalidArgument(f"{where} must be {_OPTIONS[name]}, got {msgspec.json.encode(value).decode()}")
+        bounds = {side: given.pop(name) for name, side in _SIDES.items() if name in given}
+        if bounds or "size" in given:
+            given["size"] = own | given.get("size", {}) | bounds
+            if strange := given["size"].keys() - own.keys():
+                raise InvalidArgument(f"mm_processor_kwargs.size has {min(strange)}, and may have {', '.join(own)}")
+        return given
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind == _FLAG:
+        return isinstance(value, bool)
+    if kind == _LENGTHS:
+        return isinstance(value, dict) and bool(value) and all(_is_of_kind(side, _COUNT) for side in value.values())
+    return type(value) is int and 0 < value < _LARGEST
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

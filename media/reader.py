@@ -43,7 +43,7 @@ class _Preparation:
 class _Job:
     """One call of a worker, in a thread."""
 
-    kind: MediaKind
+    source: MediaSource
     data: bytes
     digest: bytes
     worker: PreparingWorker | None = None
@@ -127,7 +127,7 @@ class MediaReader:
         self.check((medium,))
         salt = b"" if self._limits.config.share_cache else context.tenant.encode()
         if medium.uuid and not (medium.data or medium.url):
-            return self._named(medium, salt)
+            return self._named(medium, salt + medium.options.encode())
         began = time.monotonic()
         try:
             return await self._prepare(medium, salt)
@@ -138,7 +138,7 @@ class MediaReader:
         self.waiting += 1
         try:
             data = await self._files.read(medium)
-            settings = self.facts[medium.kind].settings
+            settings = self.facts[medium.kind].settings + medium.options.encode()
             if medium.encoded:
                 settings += repr(medium.grid).encode()
             parts = (settings, len(salt).to_bytes(4, "little"), salt, data)
@@ -162,7 +162,7 @@ class MediaReader:
         else:
             prepared = await self._share(digest, medium, data)
         if medium.uuid:
-            self._cache.name(salt, medium.uuid, digest)
+            self._cache.name(salt + medium.options.encode(), medium.uuid, digest)
         return prepared
 
     async def _text_of_grid(self, source: MediaSource, encoded: PreparedMedium, grid: tuple[int, int, int]) -> str:
@@ -189,7 +189,7 @@ class MediaReader:
         """The medium, from whoever prepares it already."""
         preparation = self._under_way.get(digest)
         if preparation is None:
-            job = _Job(source.kind, data, digest)
+            job = _Job(source, data, digest)
             preparation = self._under_way[digest] = _Preparation(asyncio.create_task(self._queue(job)))
         preparation.waiters += 1
         try:
@@ -264,7 +264,7 @@ class MediaReader:
                 raise
         job.worker = worker
         try:
-            return worker.prepare(job.kind, job.data, job.digest)
+            return worker.prepare(job.source.kind, job.data, job.digest, job.source.options)
         except InvalidArgument:
             if not worker.alive:
                 self._check_wanted(job)

@@ -10,7 +10,7 @@ from ...core.request import ChatMessage, Conversation, Tool, ToolCall
 from .custom_tools import custom_arguments
 from .json_body import NoOpValues, convert_fields, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType, shape_of
-from .media_parts import MEDIA_SHAPES, part_complaint, read_medium
+from .media_parts import MEDIA_SHAPES, part_complaint, processor_options, read_medium, with_options
 from .schemas import ChatBody, TokenizeBody
 
 MESSAGE_NO_OP_VALUES: NoOpValues = {
@@ -100,10 +100,19 @@ def parse_messages(
     if len(messages) > MAX_MESSAGES:
         raise field_error("messages", f": {len(messages)} are more than the {MAX_MESSAGES} there may be")
     parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
+    if options := processor_options(fields.mm_processor_kwargs):
+        parsed = tuple(_with_options(message, options) for message in parsed)
     _check_results(parsed)
     continues = bool(fields.continue_final_message)
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
     return Conversation(parsed, fields.template_variables, fields.chat_template or "", opens, continues, tools)
+
+
+def _with_options(message: ChatMessage, options: str) -> ChatMessage:
+    if not message.media:
+        return message
+    media = tuple(with_options(medium, options) for medium in message.media)
+    return msgspec.structs.replace(message, media=media)
 
 
 def _check_results(messages: tuple[ChatMessage, ...]) -> None:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...core.errors import InvalidArgument
-from ...core.media import MediaKind, MediaSource
+from ...core.media import KIND_NOUNS, MediaKind, MediaSource
 from ...core.model import ModelConfig
 from ...core.request import ChatMessage, Conversation, Prompt, prompt_media
+from ...core.structured_outputs import json_text
 from .json_body import convert_fields, field_error, shortened
 from .known_fields import Shape, shape_of
 
@@ -17,7 +18,8 @@ UNSEEN = "[{}: it is here, but this model cannot read it]"
 UNSEEN_WARNING = "this model takes none; the text says that there was one: {}"
 _VIDEOS = ("video_url", "input_video", "video")
 _LONGEST_TYPE = 100
-_LONGEST_UUID, _LONGEST_FORMAT = 256, 16
+_LONGEST_UUID, _LONGEST_FORMAT, _LONGEST_OPTIONS = 256, 16, 1000
+_OPTIONS = "mm_processor_kwargs"
 
 
 class _ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +128,23 @@ def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource
     if not (url or sound.uuid):
         raise field_error(field, "must be a URL, or a file as {data, format}")
     return MediaSource("audio", url=url, uuid=sound.uuid or "", field=field, offset=offset)
+
+
+def processor_options(given: Mapping[str, Any] | None) -> str:
+    """vLLM's `mm_processor_kwargs`, as of `MediaSource.options`. Raises `InvalidArgument` for a long one."""
+    written = json_text(dict(sorted(given.items())), _OPTIONS) if given else ""
+    if len(written) > _LONGEST_OPTIONS:
+        raise field_error(_OPTIONS, f"may have at most {_LONGEST_OPTIONS} characters")
+    return written
+
+
+def with_options(medium: MediaSource, options: str) -> MediaSource:
+    """The medium with what a request says of its processor. Raises `InvalidArgument` for one that is none of an
+    image's file."""
+    if medium.kind != "image" or medium.encoded:
+        kind = "rows of an image" if medium.encoded else KIND_NOUNS[medium.kind]
+        raise field_error(_OPTIONS, f": it is for files of images, and {medium.field} is no such: {kind}")
+    return msgspec.structs.replace(medium, options=options)
 
 
 def part_complaint(kind: Any, allowed: Iterable[str]) -> str:

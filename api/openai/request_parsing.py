@@ -169,7 +169,7 @@ def tokenize_request(body: TokenizeBody) -> TokenizeRequest:
         raise InvalidArgument("give either prompt or messages", field="prompt")
     strings = body.return_token_strs is True
     if body.messages is None:
-        for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "tools"):
+        for name in ("chat_template", "chat_template_kwargs", "continue_final_message", "tools", "mm_processor_kwargs"):
             if getattr(body, name):
                 raise field_error(name, "needs messages")
         special = body.add_special_tokens is not False

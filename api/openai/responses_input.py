@@ -237,6 +237,8 @@ class InputMessages:
         kind = members.get("type", "text")
         if isinstance(kind, str) and kind in _UNSEEN_PARTS:
             what = _UNSEEN_PARTS[kind]
+            if what == "image" and not any(members.get(name) for name in ("image_url", "file_id")):
+                raise field_error(f"{where}.image_url", "must be a URL")
             self._warnings.setdefault(UNSEEN_WARNING.format(what), where)
             return UNSEEN.format(what)
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:

@@ -181,7 +181,7 @@ _NO_OP_VALUES: NoOpValues = {
 # A text gets the special tokens that the tokenizer puts around it, a conversation those that its template writes.
 COMPLETION_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (True,)}
 CHAT_NO_OP_VALUES: NoOpValues = {**_NO_OP_VALUES, "add_special_tokens": (False,)}
-TOKENIZE_NO_OP_VALUES: NoOpValues = {"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}
+TOKENIZE_NO_OP_VALUES: NoOpValues = {"media_io_kwargs": ({},)}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +305,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     thinking: ThinkingSwitch | bool | None = None
     reasoning: ReasoningOptions | bool | None = None
     prediction: PredictedContent | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     echo: bool | None = None
 
     @property
@@ -385,6 +386,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     @property

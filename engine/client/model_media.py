@@ -237,9 +237,19 @@ class ModelMedia:
         if not media or plain is None or services is None or services.preparer is None:
             return plain
         prepared = await self._prepare(services.preparer, media, context)
-        works = [self._encode(medium, context, salt) for medium in prepared]
+        works = [
+            self._encode_at(source.field, medium, context, salt) for source, medium in zip(media, prepared, strict=True)
+        ]
         encoded = await _all(works)
         return PromptMedia(_text_of(services.preparer, prepared), plain.tokens, prepared, encoded, self._bidirectional)
+
+    async def _encode_at(
+        self, field: str, prepared: PreparedMedium, context: RequestContext, salt: str
+    ) -> EncodedMedium:
+        try:
+            return await self._encode(prepared, context, salt)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{field}: {error.message}", field=field) from error
 
     async def _encode(self, prepared: PreparedMedium, context: RequestContext, salt: str) -> EncodedMedium:
         if EMBEDS not in prepared.inputs:

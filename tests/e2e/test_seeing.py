@@ -263,6 +263,29 @@ def test_what_is_no_image_is_named(seeing: Server) -> None:
     assert said(seeing, NAME, [{"role": "user", "content": "no image"}]).usage.prompt_tokens < 20
 
 
+def test_a_request_says_how_large_its_images_become(seeing: Server, checkpoints: dict[str, Path]) -> None:
+    """What is cached of the image as the checkpoint has it is not found for another size, nor the other way."""
+    processor = ImageProcessor(checkpoints[NAME])
+    chat = [{"role": "user", "content": [part(IMAGES[1])]}]
+    usual, small = said(seeing, NAME, chat), {"max_pixels": 2048}
+    asked = {"model": NAME, "messages": chat, "max_tokens": NEW, "temperature": 0, "mm_processor_kwargs": small}
+    asked["ignore_eos"] = True
+    answer = httpx.post(f"{seeing.url}/v1/chat/completions", json=asked, timeout=60).json()
+    sizes = [processor.process(Image.fromarray(IMAGES[1]), own).placeholder.count(TOKEN) for own in ({}, small)]
+    assert usual.usage.prompt_tokens - answer["usage"]["prompt_tokens"] == sizes[0] - sizes[1] > 0
+    counted = httpx.post(f"{seeing.url}/tokenize", json={key: asked[key] for key in ("model", "messages")}, timeout=60)
+    assert counted.json()["count"] == usual.usage.prompt_tokens
+    fewer = {key: asked[key] for key in ("model", "messages", "mm_processor_kwargs")}
+    counted = httpx.post(f"{seeing.url}/tokenize", json=fewer, timeout=60)
+    assert counted.json()["count"] == answer["usage"]["prompt_tokens"]
+    again = said(seeing, NAME, chat)
+    assert again.choices[0].message.content == usual.choices[0].message.content
+    strange = asked | {"mm_processor_kwargs": {"num_crops": 4}}
+    error = httpx.post(f"{seeing.url}/v1/chat/completions", json=strange, timeout=60).json()["error"]
+    assert error["param"] == "messages[0].content[0].image_url"
+    assert "mm_processor_kwargs.num_crops is none of this model's: min_pixels, max_pixels, size" in error["message"]
+
+
 @pytest.mark.proof
 def test_several_frontends_see(checkpoints: dict[str, Path], right: Callable[[str], str], tmp_path: Path) -> None:
     with serve_one(tmp_path, NAME, checkpoints[NAME], "--frontends", "2") as running:

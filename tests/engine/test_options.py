@@ -187,6 +187,8 @@ def test_a_gpus_share_is_of_all_its_memory_or_of_what_is_left() -> None:
         ("{", "must be as image=4"),
         ('{"image": "four"}', "must be as image=4"),
         ('{"image": -1}', "must be at least 0"),
+        ('{"image": {"count": -1}}', "must be at least 0"),
+        ('{"image": {"count": "1"}}', "must be as image=4"),
         ("picture=4", "picture is not one of image, video, audio"),
     ],
 )
@@ -202,6 +204,11 @@ def test_limits_of_media_are_by_kind() -> None:
         "audio": 16,
     }
     assert engine_config("x", EngineOptions(limit_mm_per_prompt="audio=0")).media.per_prompt["image"] == 16
+    with_sizes = '{"image": {"count": 3, "width": 512, "height": 512}, "audio": {}, "video": {"count": 1}}'
+    assert engine_config("x", EngineOptions(limit_mm_per_prompt=with_sizes)).media.per_prompt == {
+        "image": 3,
+        "audio": 16,
+    }
 
 
 def test_the_fake_executors_settings_are_for_it_alone() -> None:

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from PIL import Image
 
+from charonia.core.errors import InvalidArgument
 from charonia.media.processor import ImageProcessor
 from charonia.processes.limited_process import CallLimits, LimitedProcess
 from tests.image_processors import PROCESSORS, write_processor
 
+from .pictures import picture
 from .processor_answers import WHOLE, ComparedImage, compare_processors
 
 
@@ -89,6 +93,12 @@ def test_a_familys_images(process: LimitedProcess, family: str) -> None:
     assert len({image.settings for image in images}) == 1
 
 
+def test_an_image_without_a_place_is_too_small(tmp_path: Path) -> None:
+    processor = ImageProcessor(write_processor(tmp_path, "lighton-ocr"))
+    with pytest.raises(InvalidArgument, match="the image is too small: 14 x 300 pixels have no place in a prompt"):
+        processor.process(Image.new("RGB", (14, 300)))
+
+
 @pytest.mark.parametrize(
     ("family", "token", "row"),
     [
@@ -103,6 +113,53 @@ def test_tokens_that_a_processor_has_no_numbers_of_or_two_of(tmp_path: Path, fam
     words = processor._processor.tokenizer.get_vocab()
     assert (processor.token, processor.token_ids[0]) == (token, words[row])
     assert row in medium.placeholder
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "as_processor"),
+    [
+        ("qwen2.5-vl", {"max_pixels": 1568}, {"size": {"shortest_edge": 28 * 28, "longest_edge": 1568}}),
+        ("qwen3-vl", {"size": {"shortest_edge": 784, "longest_edge": 3136}}, None),
+        ("glm4v", {"size": {"shortest_edge": 784, "longest_edge": 3136}}, None),
+        ("gemma4", {"max_soft_tokens": 140}, None),
+        ("idefics3", {"size": {"longest_edge": 56}}, None),
+        ("smolvlm", {"do_image_splitting": False}, None),
+        ("internvl", {"max_patches": 1}, None),
+        ("internvl", {"crop_to_patches": False}, None),
+        ("pixtral", {"size": {"longest_edge": 56}}, None),
+    ],
+)
+def test_options_of_a_request_are_those_of_the_processor(
+    tmp_path: Path, family: str, options: dict[str, Any], as_processor: dict[str, Any] | None
+) -> None:
+    processor = ImageProcessor(write_processor(tmp_path, family))
+    image = picture(200, 90)
+    asked = processor.process(image, options)
+    images: Any = processor._processor.image_processor
+    unit = {"patch_size": 28} if family == "pixtral" else {}
+    wanted = images([image], return_tensors="np", **unit, **(as_processor or options))
+    assert asked.inputs.keys() <= wanted.keys()
+    for name, array in asked.inputs.items():
+        assert np.array_equal(array, wanted[name]), name
+    assert asked.placeholder != processor.process(image).placeholder
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("gemma3", {"size": {"height": 56, "width": 56}}, "size is none of this model's: it has none"),
+        ("internvl", {"size": {"height": 112, "width": 112}}, "size is none of this model's: crop_to_patches, min_"),
+        ("idefics3", {"size": {"longest_edge": 56, "height": 9}}, "size has height, and may have longest_edge"),
+        ("smolvlm", {"do_image_splitting": 0}, "do_image_splitting must be a boolean, got 0"),
+        ("llava", {"max_pixels": 784}, "max_pixels is none of this model's: size"),
+    ],
+)
+def test_what_is_no_option_of_a_processor_is_named(
+    tmp_path: Path, family: str, options: dict[str, Any], problem: str
+) -> None:
+    processor = ImageProcessor(write_processor(tmp_path, family))
+    with pytest.raises(InvalidArgument, match=problem):
+        processor.process(picture(200, 90), options)
 
 
 @pytest.mark.one_in(4)

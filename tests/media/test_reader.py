@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import safetensors.numpy
+from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument, NotReady, QueueFull, Unavailable
 from charonia.core.media import MediaSource, PreparedMedium
@@ -93,6 +94,35 @@ async def test_a_uuid_stands_for_what_came_with_it(reader: MediaReader) -> None:
     for tenant, uuid in (("a", "v"), ("b", "u")):
         with pytest.raises(InvalidArgument, match=f"there is no image with uuid '{uuid}' here") as refusal:
             await reader.prepare(source(uuid=uuid), context(tenant))
+        assert refusal.value.field == FIELD
+
+
+async def test_a_request_says_how_large_its_images_become(reader: MediaReader) -> None:
+    """Each is another picture to the encoder, and another content of the same name."""
+    sent = source(file_of(picture(90, 50, seed=5)), uuid="sized")
+    grids = {
+        "": (1, 2, 3),
+        '{"max_pixels":784}': (1, 1, 1),
+        '{"min_pixels":9408}': (1, 3, 5),
+        '{"size":{"longest_edge":784,"shortest_edge":784}}': (1, 1, 1),
+    }
+    made = {}
+    for options, grid in grids.items():
+        made[options] = await reader.prepare(replace(sent, options=options), context())
+        assert made[options].grid == grid
+    assert len({medium.digest for medium in made.values()}) == len(grids)
+    for options, medium in made.items():
+        assert await reader.prepare(replace(source(uuid="sized"), options=options), context()) is medium
+    for options, problem in (
+        ('{"num_crops":4}', "mm_processor_kwargs.num_crops is none of this model's: min_pixels, max_pixels, size$"),
+        ('{"max_pixels":0}', "mm_processor_kwargs.max_pixels must be a positive whole number, got 0"),
+        ('{"max_pixels":true}', "mm_processor_kwargs.max_pixels must be a positive whole number, got true"),
+        ('{"size":784}', "mm_processor_kwargs.size must be an object of positive whole numbers, got 784"),
+        ('{"size":{"longest_edge":"784"}}', "mm_processor_kwargs.size must be"),
+        ('{"min_pixels":1000000000}', "preparing the image takes more memory|more than 40 MiB"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem) as refusal:
+            await reader.prepare(replace(sent, options=options), context())
         assert refusal.value.field == FIELD
 
 

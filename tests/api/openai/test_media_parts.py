@@ -64,6 +64,32 @@ async def test_a_chat_has_images_between_its_texts(
     assert message(gateway) == ChatMessage("user", "looklook\nlook", media=(wanted,))
 
 
+async def test_a_request_says_how_its_images_are_processed(client: httpx.AsyncClient, gateway: Any) -> None:
+    """As vLLM's do; where there are none it says nothing."""
+    body = {"model": "seeing", "mm_processor_kwargs": {"max_pixels": 784, "crop_to_patches": True}}
+    for content, options in ([LOOK, PART], '{"crop_to_patches":true,"max_pixels":784}'), ([LOOK], ""):
+        answer = await client.post(CHAT, json=body | {"messages": [{"role": "user", "content": content}]})
+        assert answer.status_code == 200
+        assert all(medium.options == options for medium in message(gateway).media)
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "problem"),
+    [
+        (PART, {"size": "9" * 1000}, "may have at most 1000 characters"),
+        (PART, [1], "must be"),
+        ({"type": "image_embeds", "image_embeds": DATA}, {"max_pixels": 784}, "rows of an image"),
+        ({"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, {"max_pixels": 784}, "sound"),
+    ],
+)
+async def test_what_is_no_option_of_images_is_refused(
+    client: httpx.AsyncClient, part: Any, options: Any, problem: str
+) -> None:
+    body = {"model": "seeing", "messages": [{"role": "user", "content": [part]}], "mm_processor_kwargs": options}
+    error = (await client.post(CHAT, json=body)).json()["error"]
+    assert (error["param"], problem in error["message"]) == ("mm_processor_kwargs", True), error
+
+
 async def test_a_tool_of_a_chat_shows_an_image(client: httpx.AsyncClient, gateway: Any) -> None:
     turns = [
         {"role": "user", "content": "hi"},
@@ -126,6 +152,9 @@ async def test_videos_are_refused_by_name(client: httpx.AsyncClient, kind: str) 
 async def test_what_is_no_part_that_may_be_here_is_told(client: httpx.AsyncClient) -> None:
     error = (await ask(client, RESPONSES, [{"role": "user", "content": [5]}])).json()["error"]
     assert error["message"] == "input[0].content[0] must be an object"
+    nothing = {"type": "input_image", "detail": "auto"}
+    error = (await ask(client, RESPONSES, [{"role": "user", "content": [nothing]}])).json()["error"]
+    assert error["message"] == "input[0].content[0].image_url must be a URL"
     said = [{"role": "user", "content": "a"}]
     body: dict[str, Any] = {"model": "llm", "messages": said, "prediction": {"type": "content", "content": [PART]}}
     error = (await client.post(CHAT, json=body)).json()["error"]

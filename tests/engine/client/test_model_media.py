@@ -281,3 +281,17 @@ async def test_the_first_error_ends_the_others() -> None:
     with pytest.raises(InvalidArgument, match="broken"):
         await media.read(chat, RequestContext("chat"), "")
     assert ended == ["1"]
+
+
+async def test_what_the_tower_refuses_has_its_place() -> None:
+    class Narrow(_Parts):
+        async def encode(self, prepared: PreparedMedium, context: RequestContext, salt: str = "") -> EncodedMedium:
+            raise InvalidArgument("the tower refuses it")
+
+    parts = Narrow()
+    media = ModelMedia(MediaServices(parts, parts))
+    await media.load("m", ignore)
+    chat = Conversation((ChatMessage("user", "", media=(SOURCE,)),))
+    with pytest.raises(InvalidArgument) as refusal:
+        await media.read(chat, RequestContext("chat"), "")
+    assert (refusal.value.field, refusal.value.message) == (SOURCE.field, f"{SOURCE.field}: the tower refuses it")
