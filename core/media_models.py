@@ -50,6 +50,9 @@ PLAIN_LANGUAGE_PARTS = frozenset(
 """The `model_type` of language parts that may have rows of images at their tokens' places and be told nothing else,
 whatever family they are a part of."""
 
+_FLAT_FAMILIES = frozenset({"dots3_note"})
+"""The `model_type` of checkpoints that are published with the language part's fields among the others."""
+
 HEARING_FAMILIES = frozenset({"gemma3n", "gemma4", "qwen3_asr", "voxtral"})
 """In the same way, of those whose sounds are."""
 
@@ -233,12 +236,14 @@ def has_wrapper(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     outer = isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForConditionalGeneration")
     family = config.get("model_type", "")
-    parts = (config.get("text_config"), config.get("vision_config"))
-    if not (outer and isinstance(family, str) and all(isinstance(part, dict) for part in parts)):
+    if not (outer and isinstance(family, str) and isinstance(config.get("vision_config"), dict)):
+        return False
+    if not isinstance(config.get("text_config"), dict) and family not in _FLAT_FAMILIES:
         return False
     return family not in SEEING_FAMILIES | HEARING_FAMILIES | WRITING_FAMILIES
 
 
 def has_plain_wrapper(config: Mapping[str, Any]) -> bool:
     """Whether it is one whose language part is described here."""
-    return has_wrapper(config) and str(config["text_config"].get("model_type")) in PLAIN_LANGUAGE_PARTS
+    text = config.get("text_config")
+    return has_wrapper(config) and isinstance(text, dict) and str(text.get("model_type")) in PLAIN_LANGUAGE_PARTS

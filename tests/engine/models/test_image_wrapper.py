@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from charonia.classic_backends.tower.tower_files import read_tower_files
 from charonia.core.errors import CharoniaError
 from charonia.engine.build import examine
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint, text_tensor_name
 from charonia.engine.checkpoint.media_support import media_kinds
 from charonia.engine.models.image_wrapper import _check_call, check_image_wrapper
 from charonia.engine.models.registry import NativeBuilder, checkpoint_builder
-from charonia.engine.models.transformers_fallback import transformers_builder
+from charonia.engine.models.transformers_fallback import TransformersBuilder, transformers_builder
 from tests.proofs.image_families import write_config
 from tests.seeing_models import write_seeing
 
@@ -72,6 +73,20 @@ def test_a_language_part_by_its_older_name(tmp_path: Path) -> None:
     assert isinstance(older, NativeBuilder)
     assert older.spec == newer.spec
     assert media_kinds(directory) == ("image",)
+
+
+def test_a_config_with_the_language_part_s_fields_among_the_others(tmp_path: Path) -> None:
+    """As dots.note is published."""
+    directory = write_seeing(tmp_path, "dots3-note")
+    config = json.loads((directory / "config.json").read_text())
+    text = config.pop("text_config")
+    del text["model_type"]
+    (directory / "config.json").write_text(json.dumps(text | config))
+    builder = checkpoint_builder(open_checkpoint(directory))
+    assert isinstance(builder, TransformersBuilder)
+    assert builder.sees
+    assert media_kinds(directory) == ("image",)
+    assert read_tower_files(directory, "auto").family == "dots3_note"
 
 
 @pytest.mark.parametrize("within", ["encoder.", ""])
