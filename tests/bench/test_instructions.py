@@ -17,6 +17,7 @@ def test_a_process_that_is_not_counted_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not here")
 def test_the_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     app(["--doors", "completions", "binary", "unary"], result_action="return_value")
