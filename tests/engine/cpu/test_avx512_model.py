@@ -1,4 +1,4 @@
-"""The integer products of AVX-512, compiled against a model of its instructions in plain C: proved where no processor
+"""Products of AVX-512, compiled against a model of its instructions in plain C: proved where no processor
 has them."""
 
 import ctypes
@@ -15,7 +15,7 @@ from charonia.engine.cpu import library
 from charonia.engine.cpu.matmul import MatmulFormat, PackedMatmul
 from charonia.engine.cpu.memory import HugePageArena
 from tests.engine.cpu import test_elementwise, test_experts, test_recurrent
-from tests.engine.cpu.conftest import ByThreads
+from tests.engine.cpu.conftest import HERE, ByThreads, run_at_level
 from tests.engine.cpu.test_matmul_grouped import FLOAT4_SHAPES, FORMS, floats_and_codes, form_of, inputs, made
 from tests.engine.cpu.test_tiles import SMALL
 
@@ -63,6 +63,22 @@ def int8_products() -> Iterator[torch.Tensor]:
         yield from (product(inputs(rows, form.inputs, form.x)) for rows in ROWS)
 
 
+def float_products() -> Iterator[torch.Tensor]:
+    """Of as many rows as a whole tile and each smaller one beside it; fp32 in more than one chunk."""
+    for kept in (torch.float32, torch.bfloat16):
+        product = PackedMatmul(MatmulFormat(70, 1403, kept, kept, torch.float32), torch.arange(70.0), HugePageArena())
+        product.pack(0, inputs(70, 1403, kept))
+        yield from (product(inputs(rows, 1403, kept)) for rows in range(1, 19))
+
+
+@pytest.fixture(scope="module")
+def of_avx2() -> list[torch.Tensor]:
+    if "avx2" not in HERE:
+        pytest.skip("products of floats have the same bits in vectors alone")
+    with run_at_level("avx2"):
+        return list(float_products())
+
+
 @pytest.fixture(scope="module")
 def of_this_machine() -> list[torch.Tensor]:
     return [*grouped_products(), *float4_products(), *int8_products()]
@@ -96,6 +112,13 @@ def test_integer_products_have_this_machines_bits(of_this_machine: list[torch.Te
     library.bind_function("charonia_limit")(library.LEVELS.index(name))
     found = [*grouped_products(), *float4_products(), *int8_products()]
     assert [torch.equal(one, other) for one, other in zip(found, of_this_machine, strict=True)] == [True] * len(found)
+
+
+def test_float_products_without_vnni_have_the_bits_of_avx2(of_avx2: list[torch.Tensor], model: None) -> None:
+    """Each output is summed in the order of its inputs, with products fused, however many rows a tile has."""
+    library.bind_function("charonia_limit")(library.LEVELS.index("avx512core"))
+    found = list(float_products())
+    assert [torch.equal(one, other) for one, other in zip(found, of_avx2, strict=True)] == [True] * len(found)
 
 
 @pytest.mark.parametrize("dtype", test_recurrent.DTYPES, ids=str)
