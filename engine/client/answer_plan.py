@@ -182,7 +182,10 @@ class AnswerBuilder:
     def _part(self, chunk: GenerateChunk, thinking: bool) -> GenerateChunk:
         """The chunk with its text parted. `thinking`: the text before it ended within reasoning."""
         last = chunk.finish_reason is not None
-        return self._parted(chunk, self._reader.push(chunk.text, last, last and not chunk.end_token), thinking)
+        ended = (
+            chunk.end_token and chunk.stop_reason is None
+        )  # by the model: a stop token of the request's own is a cut
+        return self._parted(chunk, self._reader.push(chunk.text, last, last and not ended), thinking)
 
     def _parted(self, chunk: GenerateChunk, read: AnswerDelta, thinking: bool) -> GenerateChunk:
         reader = self._reader

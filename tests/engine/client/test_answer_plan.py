@@ -335,6 +335,23 @@ async def test_a_stop_string_ends_reasoning_too(model: LlmModel, engine: Scripte
     assert (whole.reasoning, whole.text, whole.stop_reason) == ("one ", "", "two")
 
 
+@pytest.mark.parametrize("stop", ["string", "token"])
+async def test_what_the_request_stops_by_cuts_a_call(
+    model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer, stop: str
+) -> None:
+    """Of either kind; the model's own end leaves what is no call as text."""
+    [newline] = tokenizer.encode("\n").ids
+    stops = SamplingParams(
+        max_tokens=1000, **({"stop": ("\n",)} if stop == "string" else {"stop_token_ids": (newline,)})
+    )
+    engine.answer = tokenizer.encode("I look.<tool_call>\n").ids
+    whole = join_chunks(await answer(model, ask(sampling=stops)))
+    assert (whole.text, whole.tool_calls) == ("I look.", ())
+    assert whole.stop_reason == ("\n" if stop == "string" else newline)
+    engine.answer = tokenizer.encode("I look.<tool_call><|im_end|>").ids
+    assert join_chunks(await answer(model, ask())).text == "I look.<tool_call>"
+
+
 async def test_required_calls_are_held_to_the_tools_behind_the_reasoning(
     model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer
 ) -> None:
