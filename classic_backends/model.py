@@ -184,6 +184,10 @@ class ClassicModel:
         answer = self.answer_now(request, context)
         return ReadyResponse(answer[0]) if answer else _SingleResponseStream(partial(self._respond, request, context))
 
+    def infer_alone(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]:
+        """As `infer` of a model with one response each, in an execution that no other request shares."""
+        return _SingleResponseStream(partial(self._respond, request, context, alone=True))
+
     def answer_now(
         self, request: InferRequest, context: RequestContext | None = None
     ) -> tuple[InferResponse, ExecutionTimes] | None:
@@ -211,8 +215,8 @@ class ClassicModel:
     def count_end(self, end: RequestEnd) -> None:
         self._metrics.ended_requests[end] += 1
 
-    async def _respond(self, request: InferRequest, context: RequestContext) -> InferResponse:
-        queued = self._submit(request, context)
+    async def _respond(self, request: InferRequest, context: RequestContext, alone: bool = False) -> InferResponse:
+        queued = self._submit(request, context, alone)
         try:
             response = await queued.channel.next_response()
         finally:
@@ -228,18 +232,19 @@ class ClassicModel:
         finally:
             self._finish(queued)
 
-    def _submit(self, request: InferRequest, context: RequestContext) -> QueuedRequest:
+    def _submit(self, request: InferRequest, context: RequestContext, alone: bool = False) -> QueuedRequest:
         size = self._signature.batch_size(request)
         job = InferenceJob(self._signature.to_arrays(request), request.outputs)
         if self._sequences is not None:
             job.sequence_flags = self._sequences.read_flags(request, size)
+        combines = self._batching.combine_requests
         queued = QueuedRequest(
             job,
             ResponseChannel(self.config.decoupled),
             context,
             request.id,
             size,
-            self._signature.batch_key(request) if self._batching.combine_requests else None,
+            object() if alone else self._signature.batch_key(request) if combines else None,
             timeout_ns=_read_count(request, "timeout") * NS_PER_US,
             priority=self._batching.priority_levels if context.background else _read_count(request, "priority"),
             parameters=request.parameters,

@@ -118,7 +118,7 @@ BUDGETS = {
     "media": 1_685,
     "scheduler": 2_494,
     "engine": 31_823,
-    "classic_backends": 8_910,
+    "classic_backends": 8_920,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_897,

@@ -91,7 +91,10 @@ class InstancePool:
         """Whether others have come in place of lost instances after so many seconds; not where none is to come."""
         if not self._replacing:
             return False
-        await asyncio.wait(self._replacing, timeout=max(seconds, 0.0))
+        latest = time.monotonic() + seconds
+        # One that has come may be lost again before this goes on.
+        while self._replacing and (left := latest - time.monotonic()) > 0:
+            await asyncio.wait(self._replacing, timeout=left)
         return not self._replacing
 
     @property

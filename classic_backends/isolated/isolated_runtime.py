@@ -22,6 +22,7 @@ from ...processes import gc_tuning
 from ...processes.child_process import anonymous_file, describe_exit, python_child
 from ...processes.host import LAST_NICENESS, NICENESS
 from ...processes.log_forwarding import LogRecordMessage
+from ...processes.patient_work import patient_work
 from ..backend_config import declares_tensors, read_choice, read_placements, with_one_instance
 from .instance_main import (
     ConfigCompleted,
@@ -75,7 +76,8 @@ class IsolatableLoader(RuntimeLoader):
         isolated, own = self._read(parameters)
         if isolated:
             task = InstanceTask(self.loader, directory, config, placement, own, self.niceness)
-            return IsolatedRuntime(task, self.keeps_memory)
+            with patient_work.pending(self.niceness == LAST_NICENESS):
+                return IsolatedRuntime(task, self.keeps_memory)
         return resolve_loader(self.loader).load(directory, config, placement, own)
 
     def uses_gpus(self) -> bool:

@@ -44,8 +44,8 @@ _SCRATCH = 128 << 20
 """Bytes that computing takes at least, beside weights."""
 
 _RESTART_SECONDS = 60.0
-"""For which media wait for a process in place of one that has ended. Beside streams one takes many times as long to
-load as alone."""
+"""For which media wait for a process in place of one that has ended, from when they learn of it. Beside streams one
+takes many times as long to load as alone."""
 
 
 class MediumKey(NamedTuple):
@@ -141,8 +141,7 @@ class MediaTower:
     async def _encode(self, medium: Encodable, key: MediumKey, context: RequestContext) -> EncodedMedium:
         try:
             began = time.monotonic()
-            with patient_work.pending(self._patient):
-                outputs = await self._outputs(medium.inputs, context)
+            outputs = await self._outputs(medium.inputs, context)
             encoded = EncodedMedium(int(outputs[LENGTH]), outputs[ROWS], self._dtype, outputs[DEEPSTACK])
             self._encoded += 1
             self._seconds += time.monotonic() - began
@@ -155,35 +154,40 @@ class MediaTower:
 
     async def _outputs(self, inputs: Arrays, context: RequestContext) -> Mapping[str, Any]:
         """What the tower makes of the inputs. A process that ends meanwhile may have been killed for any reason: the
-        next one tries once more. The messages of others' errors are for clients of a model of tensors."""
-        latest = time.monotonic() + _RESTART_SECONDS
+        next one tries once more, without the others of an execution, any of which may have ended it. The messages of
+        others' errors are for clients of a model of tensors."""
+        latest: float | None = None
         encoder = f"what encodes {plural_nouns(self._spec.kinds) or 'texts'} for this model"
         lost = False
         try:
             while True:
                 try:
-                    return await self._computed(inputs, context)
+                    with patient_work.pending(self._patient):  # not while no process runs: a load is pending itself
+                        return await self._computed(inputs, context, alone=lost)
                 except InstanceLost as error:
                     if lost:
                         raise Internal(f"{encoder} has ended twice while it computed this") from error
                     lost = True
+                    latest = latest or time.monotonic() + _RESTART_SECONDS
                 except NotReady as error:
+                    latest = latest or time.monotonic() + _RESTART_SECONDS
                     if not await self._model.works_again_within(latest - time.monotonic()):
                         raise NotReady(f"{encoder} has ended, and is being started again") from error
         finally:
             release_memory_soon()  # a tower on the host keeps what it frees, whatever became of the request
 
-    async def _computed(self, inputs: Arrays, context: RequestContext) -> Mapping[str, Any]:
+    async def _computed(self, inputs: Arrays, context: RequestContext, alone: bool) -> Mapping[str, Any]:
         own = RequestContext(_ENDPOINT)
         own.tenant, own.background = context.tenant, context.background
         outputs: dict[str, Any] = {}
-        async with aclosing(self._responses(inputs, own)) as responses:
+        async with aclosing(self._responses(inputs, own, alone)) as responses:
             async for response in responses:
                 outputs |= read_response(response.outputs)
         return outputs
 
-    def _responses(self, inputs: Arrays, context: RequestContext) -> Any:
-        return self._model.infer(tower_request(inputs), context)
+    def _responses(self, inputs: Arrays, context: RequestContext, alone: bool) -> Any:
+        infer = self._model.infer_alone if alone else self._model.infer
+        return infer(tower_request(inputs), context)
 
     async def align(self, window: AlignedWindow, context: RequestContext) -> Sequence[int]:
         if self._closing:

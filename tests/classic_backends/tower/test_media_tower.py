@@ -5,18 +5,29 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from charonia.classic_backends.isolated.isolated_runtime import EXECUTION_PARAMETER, ISOLATED, THREAD, IsolatableLoader
+from charonia.classic_backends.isolated import isolated_runtime
+from charonia.classic_backends.isolated.isolated_runtime import (
+    EXECUTION_PARAMETER,
+    ISOLATED,
+    THREAD,
+    InstanceLost,
+    IsolatableLoader,
+)
 from charonia.classic_backends.tower import media_tower
 from charonia.classic_backends.tower.media_tower import MediaTower
+from charonia.classic_backends.tower.tower_backend import GPU_BATCH, tower_config
 from charonia.core.errors import Internal, InvalidArgument, NotReady, Unavailable
 from charonia.core.media import PreparedMedium
 from charonia.core.media_models import EncodedMedium, TowerSpec
+from charonia.core.model import ModelConfig
 from charonia.core.request_context import RequestContext
 from charonia.processes.patient_work import patient_work
 from tests.seeing_models import write_seeing
@@ -95,13 +106,13 @@ async def test_images_are_computed_once_for_each_content_tenant_and_salt(llava: 
 async def test_steps_leave_time_for_what_is_computed_alone(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     async with tower(llava) as made:
-        outputs = made._outputs
+        computed = made._computed
 
-        async def compute_and_look(*arguments: Any) -> Any:
+        async def compute_and_look(*arguments: Any, **named: Any) -> Any:
             seen.append(patient_work.waits)
-            return await outputs(*arguments)
+            return await computed(*arguments, **named)
 
-        monkeypatch.setattr(made, "_outputs", compute_and_look)
+        monkeypatch.setattr(made, "_computed", compute_and_look)
         for size in (28, 28, 27):
             with suppress(InvalidArgument):
                 await made.encode(medium(size, size), context())
@@ -172,7 +183,7 @@ async def test_errors_reach_all_who_wait_and_are_not_kept(llava: Path) -> None:
 async def test_a_lost_process_is_named_as_what_encodes(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has sent an image knows nothing of instances, nor of an id of a tensors' request."""
 
-    async def lost(inputs: Any, context: RequestContext) -> AsyncIterator[Any]:
+    async def lost(inputs: Any, context: RequestContext, alone: bool) -> AsyncIterator[Any]:
         raise NotReady("[request id: <id_unknown>] the model's instances have ended unexpectedly")
         yield
 
@@ -180,6 +191,44 @@ async def test_a_lost_process_is_named_as_what_encodes(llava: Path, monkeypatch:
         monkeypatch.setattr(made, "_responses", lost)
         with pytest.raises(NotReady, match=r"^what encodes images for this model has ended"):
             await made.encode(medium(1), context())
+
+
+async def test_the_time_to_restart_counts_from_the_loss_and_slows_nobody(
+    llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long an image has been queued."""
+    now, waits = [1000.0], list[tuple[float, bool]]()
+    monkeypatch.setattr(media_tower, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    errors: list[Exception] = [NotReady(""), InstanceLost(""), NotReady("")]
+    async with tower(llava) as made:
+        responses = made._responses
+
+        async def failing(inputs: Any, context: RequestContext, alone: bool) -> AsyncIterator[Any]:
+            now[0] += 61 if len(errors) == 3 else 10
+            if errors:
+                raise errors.pop(0)
+            async for response in responses(inputs, context, alone):
+                yield response
+
+        async def works_again(seconds: float) -> bool:
+            waits.append((seconds, patient_work.waits))
+            return True
+
+        monkeypatch.setattr(made, "_responses", failing)
+        monkeypatch.setattr(made._model, "works_again_within", works_again)
+        assert (await made.encode(medium(1), context())).length == 4
+    assert waits == [(60.0, False), (40.0, False)]
+
+
+def test_a_patient_process_is_waited_for_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in place of one that has ended, by which nobody has been slowed meanwhile."""
+    seen: list[bool] = []
+    monkeypatch.setattr(isolated_runtime, "IsolatedRuntime", lambda *_: seen.append(patient_work.waits))
+    nothing: Any = SimpleNamespace()
+    for loader in (isolated_runtime.PATIENT_TOWER, isolated_runtime.TOWER):
+        loader.load(Path(), nothing, nothing, {})
+    assert seen == [True, False]
+    assert not patient_work.waits
 
 
 @pytest.fixture
@@ -211,12 +260,26 @@ async def test_what_a_killed_process_computed_or_had_waiting_is_computed_by_the_
         assert len(loads(dying)) == 3
 
 
-async def test_what_ends_its_process_twice_is_refused_and_the_others_are_not(dying: Path) -> None:
-    (dying / "deaths").write_text("2")
+async def test_what_ends_its_process_twice_is_refused_and_the_others_of_its_batch_are_not(
+    dying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batching(*arguments: Any) -> ModelConfig:
+        config = tower_config(*arguments)
+        return replace(config, max_batch_size=GPU_BATCH, raw={**config.raw, "max_batch_size": GPU_BATCH})
+
+    monkeypatch.setattr(media_tower, "tower_config", batching)
+    rows = [medium(number).inputs["pixel_values"].ravel()[:1].tobytes() for number in range(8)]
+    (dying / "poison").write_bytes(rows[3])
     async with tower(dying, execution=ISOLATED) as made:
-        with pytest.raises(Internal, match=r"^what encodes images for this model has ended twice while it computed"):
-            await made.encode(medium(1), context())
-        assert (await made.encode(medium(2), context())).length == 1
+        encoded = await asyncio.gather(
+            *(made.encode(medium(number), context()) for number in range(8)), return_exceptions=True
+        )
+        refused = encoded.pop(3)
+        assert isinstance(refused, Internal)
+        assert str(refused).startswith("what encodes images for this model has ended twice while it computed")
+        assert [image.rows for image in encoded if isinstance(image, EncodedMedium)] == rows[:3] + rows[4:]
+        batches = [int(line) for line in (dying / "batches").read_text().split()]
+        assert max(batches[:2]) > 1, "others have been lost with it"
         assert len(loads(dying)) == 3
 
 
