@@ -48,6 +48,13 @@ _OPTIONS = {
 """What a request may say to a processor, if that has it, and of which kind it is."""
 _SIDES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Older names of what is within a size."""
+_MOST = {"shortest_edge": "longest_edge", "min_patches": "max_patches", "min_image_tokens": "max_image_tokens"}
+"""The least of something -> the most of it, which bounds both."""
+_UNTOLD_MOST = 12
+"""The most of what a checkpoint has no setting for."""
+_SOFT_TOKENS = "_SUPPORTED_SOFT_TOKENS"
+"""Where a module of transformers names the numbers of tokens that its family was trained with."""
+_FIELD = "mm_processor_kwargs"
 
 OWN_PROCESSORS = {
     "Cohere2VisionProcessor": "cohere2_images:Cohere2VisionImageProcessorPil",
@@ -126,7 +133,7 @@ class ImageProcessor:
     def process(self, image: Any, options: Mapping[str, Any] = {}) -> ProcessedMedium:
         """The result for an image of pillow's, in RGB, as the checkpoint has it but for `options`. Raises
         `InvalidArgument` for one that the processor refuses, and for options that it has not."""
-        given = self._checked(options)
+        given = self.checked(options)
         try:
             features = self._processor(
                 images=[image],
@@ -152,8 +159,9 @@ class ImageProcessor:
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(inputs, placeholder, (time, height // self._merge, width // self._merge))
 
-    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options as the processor takes them. Raises `InvalidArgument` for others, and for strange values."""
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options as the processor takes them. Raises `InvalidArgument` for others, for strange values, and for
+        what makes more of an image than the checkpoint's own settings may."""
         if not options:
             return {}
         images = self._processor.image_processor
@@ -166,15 +174,36 @@ class ImageProcessor:
         for name, value in options.items():
             where = f"mm_processor_kwargs.{name}"
             if name not in names:
-                raise InvalidArgument(f"{where} is none of this model's: {', '.join(names) or 'it has none'}")
+                raise InvalidArgument(
+                    f"{where} is none of this model's: {', '.join(names) or 'it has none'}", field=_FIELD
+                )
             if not _is_of_kind(value, _OPTIONS[name]):
-                raise InvalidArgument(f"{where} must be {_OPTIONS[name]}, got {msgspec.json.encode(value).decode()}")
+                problem = f"must be {_OPTIONS[name]}, got {msgspec.json.encode(value).decode()}"
+                raise InvalidArgument(f"{where} {problem}", field=_FIELD)
+        asked = dict(given)
         bounds = {side: given.pop(name) for name, side in _SIDES.items() if name in given}
         if bounds or "size" in given:
             given["size"] = own | given.get("size", {}) | bounds
             if strange := given["size"].keys() - own.keys():
-                raise InvalidArgument(f"mm_processor_kwargs.size has {min(strange)}, and may have {', '.join(own)}")
+                problem = f"has {min(strange)}, and may have {', '.join(own)}"
+                raise InvalidArgument(f"mm_processor_kwargs.size {problem}", field=_FIELD)
+        asked |= {f"size.{side}": length for side, length in asked.pop("size", {}).items()}
+        for name, value in asked.items():
+            if value > (most := self._most(name, own)):
+                message = f"mm_processor_kwargs.{name} may be at most {most}, as the checkpoint has it, got {value}"
+                raise InvalidArgument(message, field=_FIELD)
         return given
+
+    def _most(self, option: str, own: Mapping[str, int]) -> int:
+        """The largest value of an option, by the checkpoint, whose own size is given."""
+        if _OPTIONS.get(option) == _FLAG:
+            return 1
+        images = self._processor.image_processor
+        if option == "max_soft_tokens" and (known := getattr(sys.modules[type(images).__module__], _SOFT_TOKENS, ())):
+            return int(max(known))
+        name = _SIDES.get(option, option.removeprefix("size."))
+        most = _MOST.get(name, name)
+        return int(own.get(most) or own.get(name) or getattr(images, most, None) or _UNTOLD_MOST)
 
 
 def _is_of_kind(value: Any, kind: str) -> bool:

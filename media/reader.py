@@ -195,6 +195,8 @@ class MediaReader:
         try:
             return await asyncio.shield(preparation.task)
         except InvalidArgument as error:
+            if error.field is not None:  # not the medium, but what the request says about it
+                raise
             raise InvalidArgument(f"{source.field}: {error.message}", field=source.field) from error
         finally:
             preparation.waiters -= 1

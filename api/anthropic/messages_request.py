@@ -189,7 +189,7 @@ def parse_messages_body(body: Mapping[str, Any], request_id: str, counts: bool =
         max_tokens=fields.max_tokens or 0,
         shows_thinking=fields.thinking is None or fields.thinking.display != "omitted",
         names=names,
-        warnings=(*turns.warnings, *tools.warnings),
+        warnings=(*turns.warnings, *tools.warnings, *chat.warnings),
     )
 
 

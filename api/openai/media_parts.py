@@ -147,6 +147,11 @@ def with_options(medium: MediaSource, options: str) -> MediaSource:
     return msgspec.structs.replace(medium, options=options)
 
 
+def unused_options(given: Mapping[str, Any] | None, prompt: Prompt) -> tuple[str, ...]:
+    """The warning of a request that says how large its images become, and has none."""
+    return (f"{_OPTIONS}: without effect, for there is no image",) if given and not prompt_media(prompt) else ()
+
+
 def part_complaint(kind: Any, allowed: Iterable[str]) -> str:
     """What is wrong with a part of the type `kind`, where it may be one of those that are `allowed`."""
     if kind in _VIDEOS:

@@ -14,6 +14,7 @@ from .chat_messages import MESSAGE_SHAPE, content_text, parse_messages
 from .chat_tools import TOOL_SHAPE, parse_tool_use, parse_tools, unenforced_grammars
 from .json_body import BodyFormat, body_shape, convert_fields, field_error, shortened, supported_members
 from .known_fields import Shape, ShapeByType, shape_of
+from .media_parts import unused_options
 from .schemas import (
     CHAT_NO_OP_VALUES,
     COMPLETION_NO_OP_VALUES,
@@ -139,7 +140,8 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     try:
         sampling = _sampling(members, fields, spec, getattr(fields, limit))
         parsed = _parsed(spec, members, fields, [conversation], sampling, answer)
-        return msgspec.structs.replace(parsed, warnings=unenforced_grammars(fields.tools)) if tools else parsed
+        warnings = (*unenforced_grammars(fields.tools), *unused_options(fields.mm_processor_kwargs, conversation))
+        return msgspec.structs.replace(parsed, warnings=warnings) if warnings else parsed
     except InvalidArgument as error:
         if error.field != "max_tokens":
             raise

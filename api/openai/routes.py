@@ -26,7 +26,7 @@ from ..http.response_parts import TextEvent
 from ..metadata import ServerInfo
 from .json_body import BodyFormat, JsonBody, model_field, read_members
 from .known_fields import Shape
-from .media_parts import refuse_unseen
+from .media_parts import refuse_unseen, unused_options
 from .model_list import max_model_len, only_model
 from .request_parsing import (
     CHAT_SHAPE,
@@ -108,6 +108,8 @@ class OpenAIRoutes:
         model = await self._acquire(request, body.model)
         tokenized = tokenize_request(body)
         refuse_unseen(prompt_media(tokenized.prompt), model.config)
+        for warning in unused_options(body.mm_processor_kwargs, tokenized.prompt):
+            context_of(request.scope).warn(warning)
         async with CancelOnDisconnect(request.receive):
             ids, strings = await model.tokenize(tokenized)
         length = max_model_len(model.config)

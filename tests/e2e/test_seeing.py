@@ -282,7 +282,7 @@ def test_a_request_says_how_large_its_images_become(seeing: Server, checkpoints:
     assert again.choices[0].message.content == usual.choices[0].message.content
     strange = asked | {"mm_processor_kwargs": {"num_crops": 4}}
     error = httpx.post(f"{seeing.url}/v1/chat/completions", json=strange, timeout=60).json()["error"]
-    assert error["param"] == "messages[0].content[0].image_url"
+    assert error["param"] == "mm_processor_kwargs"
     assert "mm_processor_kwargs.num_crops is none of this model's: min_pixels, max_pixels, size" in error["message"]
 
 

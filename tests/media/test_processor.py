@@ -152,14 +152,32 @@ def test_options_of_a_request_are_those_of_the_processor(
         ("idefics3", {"size": {"longest_edge": 56, "height": 9}}, "size has height, and may have longest_edge"),
         ("smolvlm", {"do_image_splitting": 0}, "do_image_splitting must be a boolean, got 0"),
         ("llava", {"max_pixels": 784}, "max_pixels is none of this model's: size"),
+        (
+            "qwen2.5-vl",
+            {"min_pixels": 20_000_000},
+            "min_pixels may be at most 12544, as the checkpoint has it, got 200",
+        ),
+        ("qwen2.5-vl", {"max_pixels": 12545}, "kwargs.max_pixels may be at most 12544"),
+        ("qwen3-vl", {"size": {"shortest_edge": 12545}}, "size.shortest_edge may be at most 12544"),
+        ("video-llama-3", {"max_pixels": 12545}, "kwargs.max_pixels may be at most 12544"),
+        ("glm4v", {"size": {"longest_edge": 25089}}, "size.longest_edge may be at most 25088"),
+        ("llava", {"size": {"shortest_edge": 29}}, "size.shortest_edge may be at most 28"),
+        ("pixtral", {"size": {"longest_edge": 85}}, "size.longest_edge may be at most 84"),
+        ("idefics3", {"size": {"longest_edge": 113}}, "size.longest_edge may be at most 112"),
+        ("internvl", {"min_patches": 100, "max_patches": 100}, "min_patches may be at most 4"),
+        ("cohere2-vision", {"max_patches": 5}, "max_patches may be at most 4"),
+        ("lfm2-vl", {"min_image_tokens": 7}, "min_image_tokens may be at most 6"),
+        ("lfm2-vl", {"max_image_tokens": 7}, "max_image_tokens may be at most 6"),
+        ("gemma4", {"max_soft_tokens": 1121}, "max_soft_tokens may be at most 1120"),
     ],
 )
 def test_what_is_no_option_of_a_processor_is_named(
     tmp_path: Path, family: str, options: dict[str, Any], problem: str
 ) -> None:
     processor = ImageProcessor(write_processor(tmp_path, family))
-    with pytest.raises(InvalidArgument, match=problem):
+    with pytest.raises(InvalidArgument, match=problem) as refusal:
         processor.process(picture(200, 90), options)
+    assert refusal.value.field == "mm_processor_kwargs"
 
 
 @pytest.mark.one_in(4)

@@ -119,11 +119,32 @@ async def test_a_request_says_how_large_its_images_become(reader: MediaReader) -
         ('{"max_pixels":true}', "mm_processor_kwargs.max_pixels must be a positive whole number, got true"),
         ('{"size":784}', "mm_processor_kwargs.size must be an object of positive whole numbers, got 784"),
         ('{"size":{"longest_edge":"784"}}', "mm_processor_kwargs.size must be"),
-        ('{"min_pixels":1000000000}', "preparing the image takes more memory|more than 40 MiB"),
+        ('{"min_pixels":1000000000}', "mm_processor_kwargs.min_pixels may be at most 12544, as the checkpoint has it"),
     ):
         with pytest.raises(InvalidArgument, match=problem) as refusal:
             await reader.prepare(replace(sent, options=options), context())
-        assert refusal.value.field == FIELD
+        assert (refusal.value.field, refusal.value.message.find("mm_processor")) == ("mm_processor_kwargs", 0)
+    with pytest.raises(InvalidArgument, match="num_crops is none") as refusal:
+        await reader.prepare(source(b"no image", options='{"num_crops":4}'), context())
+    assert refusal.value.field == "mm_processor_kwargs"
+
+
+async def test_options_cost_no_worker_its_life(tmp_path: Path) -> None:
+    """Transformers goes through all pairs of as many tiles as are asked for."""
+    limits = MediaLimits(MediaConfig(processes=1), max_waiting=8, seconds=10)
+    reader = MediaReader(str(write_processor(tmp_path, "internvl")), limits)
+    await reader.load()
+    try:
+        workers = set(reader._running)
+        sent = source(file_of(picture(90, 50)))
+        for options in ('{"max_patches":1000000}', '{"min_patches":1000000}'):
+            with pytest.raises(InvalidArgument, match="patches may be at most 4, as the checkpoint has it"):
+                await reader.prepare(replace(sent, options=options), context())
+        await reader.prepare(replace(sent, options='{"max_patches":4}'), context())
+        assert reader._running == workers
+        assert all(worker.alive for worker in workers)
+    finally:
+        await reader.unload()
 
 
 def rows_file(count: int, seed: int = 0, **others: Any) -> bytes:

@@ -65,12 +65,16 @@ async def test_a_chat_has_images_between_its_texts(
 
 
 async def test_a_request_says_how_its_images_are_processed(client: httpx.AsyncClient, gateway: Any) -> None:
-    """As vLLM's do; where there are none it says nothing."""
+    """As vLLM's do; where there are none the client is told so."""
+    unused = "mm_processor_kwargs: without effect, for there is no image"
     body = {"model": "seeing", "mm_processor_kwargs": {"max_pixels": 784, "crop_to_patches": True}}
     for content, options in ([LOOK, PART], '{"crop_to_patches":true,"max_pixels":784}'), ([LOOK], ""):
         answer = await client.post(CHAT, json=body | {"messages": [{"role": "user", "content": content}]})
         assert answer.status_code == 200
         assert all(medium.options == options for medium in message(gateway).media)
+        assert answer.headers.get("x-charonia-warning") == (None if options else unused)
+        counted = await client.post("/tokenize", json=body | {"messages": [{"role": "user", "content": content}]})
+        assert (counted.status_code, counted.headers.get("x-charonia-warning")) == (200, None if options else unused)
 
 
 @pytest.mark.parametrize(
