@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from ..core.media import PreparedMedium
+from ..core.media import MediaSource, PreparedMedium
 
 _ENTRY_BYTES = 1024
 _MAX_NAMES = 4096
@@ -14,7 +14,7 @@ class PreparedCache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._media: OrderedDict[bytes, PreparedMedium] = OrderedDict()
-        self._names: OrderedDict[tuple[bytes, str], bytes] = OrderedDict()
+        self._names: OrderedDict[tuple[bytes, str, str], bytes] = OrderedDict()
         self.bytes = 0
 
     def get(self, digest: bytes) -> PreparedMedium | None:
@@ -32,15 +32,16 @@ class PreparedCache:
         while self.bytes > self._limit:
             self._remove(next(iter(self._media)))
 
-    def name(self, salt: bytes, uuid: str, digest: bytes) -> None:
-        """Let the clients of a salt call a content by `uuid`."""
-        self._names[salt, uuid] = digest
-        self._names.move_to_end((salt, uuid))
+    def name(self, salt: bytes, source: MediaSource, digest: bytes) -> None:
+        """Let the clients of a salt call what was made of a content, with its options, by the source's uuid."""
+        key = salt, source.options, source.uuid
+        self._names[key] = digest
+        self._names.move_to_end(key)
         if len(self._names) > _MAX_NAMES:
             self._names.popitem(last=False)
 
-    def named(self, salt: bytes, uuid: str) -> PreparedMedium | None:
-        digest = self._names.get((salt, uuid))
+    def named(self, salt: bytes, source: MediaSource) -> PreparedMedium | None:
+        digest = self._names.get((salt, source.options, source.uuid))
         return None if digest is None else self.get(digest)
 
     def clear(self) -> None:

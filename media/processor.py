@@ -56,6 +56,12 @@ _SOFT_TOKENS = "_SUPPORTED_SOFT_TOKENS"
 """Where a module of transformers names the numbers of tokens that its family was trained with."""
 _FIELD = "mm_processor_kwargs"
 
+_OF_VIDEOS = (
+    *("fps", "max_fps", "num_frames", "min_frames", "max_frames", "max_num_frames", "do_sample_frames"),
+    *("max_duration", "total_pixels", "cap_pixels_per_frame", "max_video_tokens", "max_video_frame_tokens"),
+)
+"""What concerns videos alone: clients send it with images, too, where it changes nothing."""
+
 OWN_PROCESSORS = {
     "Cohere2VisionProcessor": "cohere2_images:Cohere2VisionImageProcessorPil",
     "Lfm2VlProcessor": "lfm2_images:Lfm2VlImageProcessorPil",
@@ -170,8 +176,8 @@ class ImageProcessor:
         names = [
             name for name in _OPTIONS if name in images.valid_kwargs.__annotations__ and not (fixed and name == "size")
         ]
-        given = dict(options)
-        for name, value in options.items():
+        given = {name: value for name, value in _plain(options).items() if name in names or name not in _OF_VIDEOS}
+        for name, value in given.items():
             where = f"mm_processor_kwargs.{name}"
             if name not in names:
                 raise InvalidArgument(
@@ -204,6 +210,13 @@ class ImageProcessor:
         name = _SIDES.get(option, option.removeprefix("size."))
         most = _MOST.get(name, name)
         return int(own.get(most) or own.get(name) or getattr(images, most, None) or _UNTOLD_MOST)
+
+
+def _plain(value: Any) -> Any:
+    """The value without members that are null, and with whole numbers for floats that are such."""
+    if isinstance(value, Mapping):
+        return {name: _plain(member) for name, member in value.items() if member is not None}
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST else value
 
 
 def _is_of_kind(value: Any, kind: str) -> bool:

@@ -127,7 +127,7 @@ class MediaReader:
         self.check((medium,))
         salt = b"" if self._limits.config.share_cache else context.tenant.encode()
         if medium.uuid and not (medium.data or medium.url):
-            return self._named(medium, salt + medium.options.encode())
+            return self._named(medium, salt)
         began = time.monotonic()
         try:
             return await self._prepare(medium, salt)
@@ -162,7 +162,7 @@ class MediaReader:
         else:
             prepared = await self._share(digest, medium, data)
         if medium.uuid:
-            self._cache.name(salt + medium.options.encode(), medium.uuid, digest)
+            self._cache.name(salt, medium, digest)
         return prepared
 
     async def _text_of_grid(self, source: MediaSource, encoded: PreparedMedium, grid: tuple[int, int, int]) -> str:
@@ -178,7 +178,7 @@ class MediaReader:
         return text if text.count(facts.token) == len(encoded.inputs[EMBEDS]) else ""
 
     def _named(self, source: MediaSource, salt: bytes) -> PreparedMedium:
-        medium = self._cache.named(salt, source.uuid)
+        medium = self._cache.named(salt, source)
         if medium is None or medium.kind != source.kind:
             message = f"there is no {source.kind} with uuid {source.uuid!r} here (any more): send it whole"
             raise InvalidArgument(f"{source.field}: {message}", field=source.field)

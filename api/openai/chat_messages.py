@@ -100,19 +100,11 @@ def parse_messages(
     if len(messages) > MAX_MESSAGES:
         raise field_error("messages", f": {len(messages)} are more than the {MAX_MESSAGES} there may be")
     parsed = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(messages))
-    if options := processor_options(fields.mm_processor_kwargs):
-        parsed = tuple(_with_options(message, options) for message in parsed)
+    parsed = with_options(parsed, processor_options(fields.mm_processor_kwargs))
     _check_results(parsed)
     continues = bool(fields.continue_final_message)
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
     return Conversation(parsed, fields.template_variables, fields.chat_template or "", opens, continues, tools)
-
-
-def _with_options(message: ChatMessage, options: str) -> ChatMessage:
-    if not message.media:
-        return message
-    media = tuple(with_options(medium, options) for medium in message.media)
-    return msgspec.structs.replace(message, media=media)
 
 
 def _check_results(messages: tuple[ChatMessage, ...]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from ...core.errors import InvalidArgument
 from ...core.media import KIND_NOUNS, MediaKind, MediaSource
@@ -111,8 +112,7 @@ def _read_rows(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
         raise field_error(f"{field}.image_grid_thw", "must be three positive whole numbers")
     time, height, width = grid or (0, 0, 0)
     url = f"data:;base64,{rows.image_embeds}" if rows.image_embeds else ""
-    uuid = image.uuid or ""
-    return MediaSource("image", b"", url, uuid, field, offset, bool(url), (time, height, width))
+    return MediaSource("image", b"", url, image.uuid or "", field, offset, True, (time, height, width))
 
 
 def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource:
@@ -138,13 +138,23 @@ def processor_options(given: Mapping[str, Any] | None) -> str:
     return written
 
 
-def with_options(medium: MediaSource, options: str) -> MediaSource:
-    """The medium with what a request says of its processor. Raises `InvalidArgument` for one that is none of an
-    image's file."""
-    if medium.kind != "image" or medium.encoded:
-        kind = "rows of an image" if medium.encoded else KIND_NOUNS[medium.kind]
-        raise field_error(_OPTIONS, f": it is for files of images, and {medium.field} is no such: {kind}")
-    return msgspec.structs.replace(medium, options=options)
+def with_options(messages: tuple[ChatMessage, ...], options: str) -> tuple[ChatMessage, ...]:
+    """The messages with what their request says of the processor, if it does, at each file of an image. Raises
+    `InvalidArgument` if all their media are others."""
+    media = [medium for message in messages for medium in message.media]
+    if options and media and not any(map(_is_image_file, media)):
+        other = "an image that was encoded elsewhere" if media[0].encoded else f"a {KIND_NOUNS[media[0].kind]}"
+        raise field_error(_OPTIONS, f": it is about files of images, and the messages have none: they have {other}")
+    return tuple(_with_options(message, options) if message.media else message for message in messages)
+
+
+def _is_image_file(medium: MediaSource) -> bool:
+    return medium.kind == "image" and not medium.encoded
+
+
+def _with_options(message: ChatMessage, options: str) -> ChatMessage:
+    media = (replace(medium, options=options) if _is_image_file(medium) else medium for medium in message.media)
+    return replace(message, media=tuple(media))
 
 
 def unused_options(given: Mapping[str, Any] | None, prompt: Prompt) -> tuple[str, ...]:
@@ -185,7 +195,7 @@ def describe_unseen(prompt: Prompt, config: ModelConfig) -> SeenPrompt:
     messages = tuple(_described(message, config.media) if message.media else message for message in prompt.messages)
     firsts = {medium.kind: medium.field.rpartition(".")[0] for medium in reversed(unseen)}
     warnings = tuple((firsts[kind], UNSEEN_WARNING.format(kind)) for kind in sorted(firsts))
-    return SeenPrompt(msgspec.structs.replace(prompt, messages=messages), warnings)
+    return SeenPrompt(replace(prompt, messages=messages), warnings)
 
 
 def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
@@ -195,11 +205,11 @@ def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
         lines[-1] += message.content[begin : medium.offset]
         begin = medium.offset
         if medium.kind in seen:
-            media.append(msgspec.structs.replace(medium, offset=len("\n".join(filter(None, lines)))))
+            media.append(replace(medium, offset=len("\n".join(filter(None, lines)))))
         else:
             lines += [UNSEEN.format(_described_kind(medium)), ""]
     lines[-1] += message.content[begin:]
-    return msgspec.structs.replace(message, content="\n".join(filter(None, lines)), media=tuple(media))
+    return replace(message, content="\n".join(filter(None, lines)), media=tuple(media))
 
 
 def _described_kind(medium: MediaSource) -> str:

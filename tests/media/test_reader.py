@@ -113,7 +113,18 @@ async def test_a_request_says_how_large_its_images_become(reader: MediaReader) -
     assert len({medium.digest for medium in made.values()}) == len(grids)
     for options, medium in made.items():
         assert await reader.prepare(replace(source(uuid="sized"), options=options), context()) is medium
+    for options, grid in (
+        ('{"do_sample_frames":true,"fps":1,"max_pixels":784,"num_frames":8}', (1, 1, 1)),
+        ('{"max_pixels":784.0,"min_pixels":null}', (1, 1, 1)),
+        ('{"size":{"height":null,"longest_edge":784.0,"shortest_edge":784}}', (1, 1, 1)),
+        ('{"fps":"fast","max_pixels":null,"num_crops":null}', (1, 2, 3)),
+    ):
+        assert (await reader.prepare(replace(sent, options=options), context())).grid == grid, options
     for options, problem in (
+        ('{"max_pixels":784.5}', "mm_processor_kwargs.max_pixels must be a positive whole number, got 784.5"),
+        ('{"max_pixels":1e300}', "mm_processor_kwargs.max_pixels must be a positive whole number, got 1e"),
+        ('{"max_pixels":-1e300}', "mm_processor_kwargs.max_pixels must be a positive whole number, got -1e"),
+        ('{"size":{"longest_edge":null}}', "mm_processor_kwargs.size must be an object of positive whole numbers"),
         ('{"num_crops":4}', "mm_processor_kwargs.num_crops is none of this model's: min_pixels, max_pixels, size$"),
         ('{"max_pixels":0}', "mm_processor_kwargs.max_pixels must be a positive whole number, got 0"),
         ('{"max_pixels":true}', "mm_processor_kwargs.max_pixels must be a positive whole number, got true"),
@@ -145,6 +156,15 @@ async def test_options_cost_no_worker_its_life(tmp_path: Path) -> None:
         assert all(worker.alive for worker in workers)
     finally:
         await reader.unload()
+
+
+async def test_a_tenant_named_as_anothers_options_finds_none_of_its_images(reader: MediaReader) -> None:
+    options = '{"max_pixels":784}'
+    sent = source(file_of(picture(seed=6)), uuid="joined", options=options)
+    small = await reader.prepare(sent, context("a"))
+    with pytest.raises(InvalidArgument, match="there is no image with uuid 'joined' here"):
+        await reader.prepare(source(uuid="joined"), context(f"a{options}"))
+    assert await reader.prepare(source(uuid="joined", options=options), context("a")) is small
 
 
 def rows_file(count: int, seed: int = 0, **others: Any) -> bytes:

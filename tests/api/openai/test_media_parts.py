@@ -8,9 +8,10 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from charonia.api.openai.request_parsing import parse_chat
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
-from charonia.core.request import ChatMessage
+from charonia.core.request import ChatMessage, Conversation
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DATA = base64.b64encode(b"a picture").decode()
@@ -35,6 +36,8 @@ async def ask(client: httpx.AsyncClient, path: str, messages: list[Any], model: 
 
 
 PART = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+ROWS = {"type": "image_embeds", "image_embeds": DATA}
+SOUND = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,8 @@ PART = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
         ({"type": "image_embeds", "image_embeds": {"image_embeds": DATA, "image_grid_thw": [1, 4, 6]}},
          replace(image("messages[0].content[1].image_embeds", 4, f"data:;base64,{DATA}"), encoded=True,
                  grid=(1, 4, 6))),
-        ({"type": "image_embeds", "uuid": "u"}, image("messages[0].content[1].image_embeds", 4, "", "u")),
+        ({"type": "image_embeds", "uuid": "u"},
+         replace(image("messages[0].content[1].image_embeds", 4, "", "u"), encoded=True)),
         ({"type": "input_image", "image_url": URL, "detail": "auto"}, image("messages[0].content[1].image_url", 4)),
     ],
 )  # fmt: skip
@@ -77,13 +81,45 @@ async def test_a_request_says_how_its_images_are_processed(client: httpx.AsyncCl
         assert (counted.status_code, counted.headers.get("x-charonia-warning")) == (200, None if options else unused)
 
 
+def test_media_beside_an_image_are_as_without_its_options() -> None:
+    """A sound, and rows of an image in the chat's history, which may come by their uuid alone."""
+    history = [ROWS, {"type": "image_embeds", "uuid": "u"}]
+    turns = [{"role": "user", "content": history}, {"role": "user", "content": [SOUND, PART]}]
+    parsed = parse_chat({"model": "any", "messages": turns, "mm_processor_kwargs": {"max_pixels": 784}}, "id")
+    prompt = parsed.requests[0].prompt
+    assert isinstance(prompt, Conversation)
+    got = [[medium.options for medium in message.media] for message in prompt.messages]
+    assert got == [["", ""], ["", '{"max_pixels":784}']]
+
+
+async def test_other_protocols_say_how_their_images_are_processed(client: httpx.AsyncClient, gateway: Any) -> None:
+    options = {"mm_processor_kwargs": {"max_pixels": 784}}
+    picture = {"type": "input_image", "image_url": URL}
+    for path, body in (
+        (RESPONSES, {"input": [{"role": "user", "content": [picture]}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [BLOCK]}], "max_tokens": 5}),
+    ):
+        answer = await client.post(path, json={"model": "seeing"} | body | options)
+        assert (answer.status_code, "x-charonia-warning" in answer.headers) == (200, False), answer.text
+        assert [medium.options for medium in message(gateway).media] == ['{"max_pixels":784}']
+
+
 @pytest.mark.parametrize(
     ("part", "options", "problem"),
     [
         (PART, {"size": "9" * 1000}, "may have at most 1000 characters"),
         (PART, [1], "must be"),
-        ({"type": "image_embeds", "image_embeds": DATA}, {"max_pixels": 784}, "rows of an image"),
-        ({"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, {"max_pixels": 784}, "sound"),
+        (
+            ROWS,
+            {"max_pixels": 784},
+            "mm_processor_kwargs: it is about files of images, and the messages have none: they have an image that was "
+            "encoded elsewhere",
+        ),
+        (
+            SOUND,
+            {"max_pixels": 784},
+            "mm_processor_kwargs: it is about files of images, and the messages have none: they have a sound",
+        ),
     ],
 )
 async def test_what_is_no_option_of_images_is_refused(
