@@ -45,6 +45,7 @@ _NO_OP_VALUES: NoOpValues = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

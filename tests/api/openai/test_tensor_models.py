@@ -79,6 +79,7 @@ async def test_a_text_has_a_bound(gateway: Any) -> None:
 async def test_messages_and_fields_become_inputs(client: httpx.AsyncClient, gateway: Any) -> None:
     fields = {"temperature": 1, "max_completion_tokens": 9, "seed": 2**63, "stop": "x", "logit_bias": {"1": 2}}
     common = {"user": "me", "n": 1, "top_p": 1.0, "presence_penalty": 0, "timeout": 1.5, "priority": 3}
+    common |= {"mm_processor_kwargs": {}}
     answer = await client.post(CHAT, json={"model": "chatting", "messages": TURNS, **fields, **common})
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == "one two"
