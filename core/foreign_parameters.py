@@ -1,6 +1,9 @@
 """Parameters of other servers that would change the answer and that this server does not have. Requests with one are
 refused."""
 
+from collections.abc import Mapping
+from typing import Any
+
 FOREIGN_PARAMETERS = frozenset(
     (
         # vLLM's
@@ -53,3 +56,25 @@ FOREIGN_PARAMETERS = frozenset(
         "xtc_threshold",
     )
 )
+
+_ZERO_MEANS_SOMETHING = frozenset(
+    (
+        # switches, and numbers that are off at another value
+        "do_sample",
+        "n_predict",
+        "num_beams",
+        "num_predict",
+        "repeat_penalty",
+        "return_hidden_states",
+        "return_prompt_text",
+        "return_routed_experts",
+        "tfs_z",
+        "typical_p",
+        "watermarking",
+    )
+)
+FOREIGN_NO_OPS: Mapping[str, tuple[Any, ...]] = {
+    **{name: (False,) if name in _ZERO_MEANS_SOMETHING else (False, 0) for name in sorted(FOREIGN_PARAMETERS)},
+    "do_sample": (True,),
+}
+"""By the name of such a parameter: its values that ask for nothing."""

@@ -110,11 +110,11 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_455,
+    "core": 2_475,
     "processes": 1_232,
     "telemetry": 3_025,
     "kvcache": 1_601,
-    "tokenization": 4_104,
+    "tokenization": 4_106,
     "media": 1_715,
     "scheduler": 2_494,
     "engine": 31_823,
@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_897,
-    "api": 10_670,
+    "api": 10_680,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from ...core.errors import InvalidArgument
 from ...core.request import GenerateRequest
@@ -267,11 +268,11 @@ def _without_effect(fields: ResponsesBody, messages: InputMessages) -> Sequence[
 
 
 def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> JsonObject:
-    """The members of the answer that repeat the request, or say what holds where it says nothing. Nothing of them is
-    nested deeply: each has a type of its own, and schemas are bounded."""
+    """The members of the answer that repeat the request, or say what holds where it says nothing. Raises
+    `InvalidArgument` for one that cannot be written; `field` names it."""
     text = fields.text or TextConfig()
     reasoning = fields.reasoning or ReasoningConfig()
-    return {
+    echo = {
         "background": False,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -293,3 +294,16 @@ def _echo(body: Mapping[str, Any], fields: ResponsesBody, tools: ToolList) -> Js
         "truncation": "disabled",
         "user": body.get("user"),
     }
+    if not _can_be_written(echo):
+        field = next(name for name, value in echo.items() if not _can_be_written({name: value}))
+        raise field_error(field, "is nested too deeply for an answer that repeats it")
+    return echo
+
+
+def _can_be_written(echo: JsonObject) -> bool:
+    """Whether an answer's members can be JSON in an event: orjson reads deeper nesting than it writes."""
+    try:
+        orjson.dumps({"response": echo})
+    except orjson.JSONEncodeError:
+        return False
+    return True

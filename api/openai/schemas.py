@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 import msgspec
 
 from ...core.drafts import MAX_DRAFTS, DraftLimit
-from ...core.foreign_parameters import FOREIGN_PARAMETERS
+from ...core.foreign_parameters import FOREIGN_NO_OPS
 from ...core.logprobs import MAX_LOGPROBS
 from ...core.request import GuidedDecoding, GuidedDecodingKind
 from ...core.sampling import SamplingParams
@@ -145,8 +145,7 @@ class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NO_OP_VALUES: NoOpValues = {
-    **dict.fromkeys(FOREIGN_PARAMETERS, (False,)),
-    "do_sample": (True,),
+    **FOREIGN_NO_OPS,
     "vllm_xargs": ({},),
     "options": ({},),
     "routed_experts_prompt_start": (0,),

@@ -14,7 +14,7 @@ import orjson
 
 from ...core.drafts import MAX_DRAFTS, DraftLimit
 from ...core.errors import InvalidArgument, describe_validation_error, did_you_mean
-from ...core.foreign_parameters import FOREIGN_PARAMETERS
+from ...core.foreign_parameters import FOREIGN_NO_OPS
 from ...core.request import GuidedDecoding, GuidedDecodingKind, ParameterValue
 from ...core.retention import Retention, parse_retention
 from ...core.sampling import SamplingParams
@@ -150,8 +150,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_post_processor_name": (),
     "embedding_bias_words": (),
     "embedding_bias_weights": (),
-    **dict.fromkeys(sorted(FOREIGN_PARAMETERS), (False,)),
-    "do_sample": (True,),
+    **FOREIGN_NO_OPS,
 }
 """Known parameters that are not supported, with their values without effect (beside "", [] and null)."""
 

@@ -2,7 +2,8 @@
 back.
 
 A call begins with the arguments of a declared tool; text that turns out to be no call before that is content. A call
-that breaks off keeps its arguments so far; of one that is cut before them there is nothing, and no content either.
+that breaks off keeps its arguments so far; of one that is cut before them there is nothing, and no content either, if a
+marker said that it is one, or the choice of tools.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +99,7 @@ class CallWriter:
 class AnswerReader:
     """The reader of one answer. `read`, its format's part, takes from `text` and gives to `show`, `think` and `calls`;
     `thinking` tells whether it is within the reasoning, `settled` whether no more of that can come, `calling` whether
-    the text is that of calls."""
+    the text is that of calls, and `sure_from` from which number of calls on that is no guess."""
 
     def __init__(
         self, read: Callable[["AnswerReader"], Reading[None]], use: ToolUse | None, new_id: Callable[[], str]
@@ -108,6 +109,7 @@ class AnswerReader:
         self.thinking = False
         self.settled = False
         self.calling = False
+        self.sure_from = 0
         self._calls_alone = use is not None and use.required
         self._shown: list[str] = []
         self._thought: list[str] = []
@@ -149,7 +151,9 @@ class AnswerReader:
     @property
     def _breaks_off(self) -> bool:
         """Whether the text that is not read yet can only be the beginning of a call."""
-        return self.calling or (self._calls_alone and not self.thinking)
+        if self._calls_alone:
+            return self.calling or not self.thinking
+        return self.calling and self.calls.begun >= self.sure_from
 
     def _step(self) -> None:
         try:

@@ -120,6 +120,7 @@ def _read_calls(answer: AnswerReader, tools: ToolFormat | None, start: str) -> R
     answer.text.hold(start)
     answer.calling = True
     calls_before = answer.calls.begun
+    answer.sure_from = calls_before + (start not in tools.starts)  # any text may begin as an opening does
     try:
         yield from tools.read(answer.text, answer.calls, start)
         yield from answer.text.spaces()

@@ -112,3 +112,24 @@ async def test_a_value_that_asks_for_nothing_has_its_type(
 ) -> None:
     answer = await client.post(path, json={"model": "llm"} | ENDPOINTS[path][0] | {field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+OFF = (
+    *("dry_allowed_length", "dry_base", "dry_multiplier", "dynatemp_exponent", "dynatemp_range", "epsilon_cutoff"),
+    *("eta_cutoff", "mirostat", "mirostat_eta", "mirostat_mode", "mirostat_tau", "n_probs", "no_repeat_ngram_size"),
+    *("penalty_alpha", "repeat_last_n", "smoothing_factor", "top_a", "top_n_sigma", "xtc_probability", "xtc_threshold"),
+)
+"""Numbers that frontends of llama.cpp and text-generation-webui always send, and that are off at 0."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_sampler_that_is_off_asks_for_nothing(client: httpx.AsyncClient, path: str) -> None:
+    for off in (0, 0.0, False):
+        answer = await client.post(path, json={"model": "llm"} | ENDPOINTS[path][0] | dict.fromkeys(OFF, off))
+        assert answer.status_code == 200, answer.text
+    for name in OFF:
+        answer = await client.post(path, json={"model": "llm"} | ENDPOINTS[path][0] | {name: 0.5})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    for name in ("return_hidden_states", "n_predict", "typical_p"):
+        answer = await client.post(path, json={"model": "llm"} | ENDPOINTS[path][0] | {name: 0})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)

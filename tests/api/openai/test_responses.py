@@ -368,9 +368,12 @@ NESTED = (
     f"[{DEEP}]",
     f'[{{"type": "function", "name": "f", "parameters": {DEEP}}}]',
     f'[{{"type": "custom", "name": "f", "format": {DEEP}}}]',
+    f'[{{"type": "custom", "name": "f", "x_own": {DEEP}}}]',
+    f'[{{"type": "local_shell", "x_own": {DEEP}}}]',
     f'[{{"type": "mcp", "name": "f", "format": {DEEP}}}]',
     f'{{"format": {{"type": "json_schema", "name": "x", "schema": {DEEP}}}}}',
     f'{{"type": "function", "name": "f", "function": {DEEP}}}',
+    f'{{"type": "local_shell", "x_own": {DEEP}}}',
 )
 """JSON that is read, and is nested too deeply to be written."""
 
@@ -385,6 +388,46 @@ async def test_what_is_repeated_can_be_written(client: httpx.AsyncClient) -> Non
             assert answer.status_code in (200, 400), (name, value[:80], answer.text[:200])
             refused += answer.status_code == 400
     assert refused > 150
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        (f'"tools": [{{"type": "custom", "name": "f", "x_own": {DEEP}}}]', "tools"),
+        (f'"tools": [{{"type": "local_shell", "x_own": {DEEP}}}]', "tools"),
+        (
+            f'"tools": [{{"type": "local_shell"}}], "tool_choice": {{"type": "local_shell", "x_own": {DEEP}}}',
+            "tool_choice",
+        ),
+    ],
+)
+async def test_what_is_repeated_whole_and_is_too_deep_is_named(
+    client: httpx.AsyncClient, members: str, param: str
+) -> None:
+    answer = await client.post(PATH, content=f'{{"model": "llm", "input": "hi", {members}}}')
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"{param} is nested too deeply for an answer that repeats it"
+
+
+@pytest.mark.parametrize("levels", range(245, 255))
+async def test_a_schema_is_repeated_or_refused(client: httpx.AsyncClient, levels: int) -> None:
+    schema = '{"enum": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+    for form in (
+        f'"text": {{"format": {{"type": "json_schema", "name": "x", "schema": {schema}}}}}',
+        f'"tools": [{{"type": "function", "name": "f", "parameters": {schema}}}]',
+    ):
+        for stream in ("true", "false"):
+            body = f'{{"model": "llm", "input": "hi", "stream": {stream}, {form}}}'
+            answer = await client.post(PATH, content=body)
+            assert answer.status_code in (200, 400), answer.text[:200]
+            assert "Recursion" not in answer.text
+
+
+async def test_calls_of_tools_that_nobody_has_are_counted_as_json_counts(client: httpx.AsyncClient) -> None:
+    assert (await client.post(PATH, json=HI | {"max_tool_calls": 8.0})).status_code == 200
+    refused = await client.post(PATH, json=HI | {"max_tool_calls": 8.5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tool_calls")
 
 
 def test_warnings_do_not_grow_with_what_they_tell_of() -> None:

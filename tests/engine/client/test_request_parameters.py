@@ -133,6 +133,11 @@ def test_what_nobody_knows_is_ignored_and_told() -> None:
         parse_request_parameters({f"field {number}": 1 for number in range(65)}, None, ignored=[])
 
 
+def test_a_sampler_that_is_off_asks_for_nothing() -> None:
+    off = {"mirostat": 0, "no_repeat_ngram_size": 0, "dry_multiplier": 0.0, "xtc_probability": False, "top_a": 0}
+    assert parse_request_parameters(off, None) == parse_request_parameters({}, None)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "nan", "[" * 100_000, r'{"max_tokens": "\ud800"}'])
 def test_a_tensor_that_is_no_json_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:

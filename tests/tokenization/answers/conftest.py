@@ -19,6 +19,20 @@ def answer(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+def _calls(answer: Any) -> bool:
+    return bool(answer.calls) and answer in _RECORDED.WELL_FORMED
+
+
+@pytest.fixture(
+    scope="session",
+    params=filter(_calls, _RECORDED.ANSWERS),
+    ids=lambda answer: f"{answer.parser}: {answer.text[:32]!r}",
+)
+def calling_answer(request: pytest.FixtureRequest) -> Any:
+    """One that is well-formed and has calls."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def recorded() -> Any:
     """The module of all of them."""
