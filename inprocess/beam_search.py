@@ -1,7 +1,8 @@
 """Beam search over a language model: each step asks for a token of every beam, with the likeliest ones beside it.
 
-In the shape and by the rules of vLLM's `LLM.beam_search`. A step's requests find all but the last block of their
-prompts in the prefix cache.
+In the shape of vLLM's `LLM.beam_search`, and by its rules, but that any of the model's end tokens ends a sequence, so
+does the model's length, and each has the reason. A step's requests find all but the last block of their prompts in the
+prefix cache.
 """
 
 import heapq
@@ -30,9 +31,10 @@ class BeamSearchParams(msgspec.Struct):
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
-    """The power of a sequence's length, prompt included, that its log-probability is divided by."""
+    """The power of a sequence's length, prompt included and without what ended it, that its log-probability is divided
+    by."""
     include_stop_str_in_output: bool = False
-    """Whether a sequence that has ended has the token that ended it."""
+    """Changes nothing, as for vLLM's `LLM`: a sequence that has ended has the token that ended it."""
 
     def check(self) -> None:
         """Raises `InvalidArgument` for a wrong value; `field` names it."""
@@ -47,7 +49,7 @@ class BeamSearchParams(msgspec.Struct):
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """A sequence of tokens, prompt included."""
+    """A sequence of tokens: its prompt, what was generated, and the token that ended it, if one did."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -130,8 +132,6 @@ class BeamSearch:
                 if token not in self._ends:
                     longer.append(grown)
                     continue
-                if not self._params.include_stop_str_in_output:
-                    grown.tokens.pop()
                 self._ended[number].append(_ended(grown, "stop", token))
         return self._best(longer)
 
@@ -139,7 +139,7 @@ class BeamSearch:
         return heapq.nlargest(self._params.beam_width, sequences, key=self._score)
 
     def _score(self, sequence: BeamSearchSequence) -> float:
-        counted = len(sequence.tokens) - (sequence.tokens[-1] in self._ends)
+        counted = len(sequence.tokens) - (sequence.finish_reason == "stop")
         score: float = sequence.cum_logprob / max(counted, 1) ** self._params.length_penalty
         return score
 

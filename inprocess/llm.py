@@ -123,21 +123,34 @@ class LLM:
         return OutputStream(self, BridgedStream(self.server.running.thread, partial(self._generator.stream, asked[0])))
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams, *, lora_request: Any = None, use_tqdm: Progress = False
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, which is as `generate` has it, by beam search. Each step is a
-        request for each beam. Raises as `generate`."""
+        request for each beam. `concurrency_limit`: prompts that are searched from at once, by default all. Raises as
+        `generate`."""
         given = given_prompts(prompts)
         params.check()
-        return self._run(lambda: self._search(given, params, lora_request, use_tqdm))
+        at_once = _prompts_at_once(concurrency_limit, given)
+        return self._run(lambda: self._search(given, params, lora_request, use_tqdm, at_once))
 
     async def async_beam_search(
-        self, prompts: Any, params: BeamSearchParams, *, lora_request: Any = None, use_tqdm: Progress = False
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """As `beam_search`."""
         given = given_prompts(prompts)
         params.check()
-        return await self._run_from_loop(lambda: self._search(given, params, lora_request, use_tqdm))
+        at_once = _prompts_at_once(concurrency_limit, given)
+        return await self._run_from_loop(lambda: self._search(given, params, lora_request, use_tqdm, at_once))
 
     def embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
         """The vectors of texts, or of lists of token ids, by an encoder. Raises `InvalidArgument` for another model."""
@@ -148,11 +161,23 @@ class LLM:
         return await self._run_from_loop(lambda: self._pooler.embed(prompts))
 
     def encode(
-        self, prompts: Any, *, pooling_task: PoolingTask | None = None, use_tqdm: Progress = False
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: Progress = False,
+        lora_request: Any = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Any = None,
     ) -> list[PoolingRequestOutput]:
         """What an encoder makes of texts, or of lists of token ids, as it is: a vector, the probabilities of classes,
         or a row for each token. Without a task, the first of these that the model does. Raises `InvalidArgument` for
-        another model, and for a task that this one does not do."""
+        another model, and for a task that this one does not do; `Unsupported` for vLLM's other arguments."""
+        _refuse("pooling_task says what is wanted", pooling_params=pooling_params)
+        _refuse("encoders have no adapters", lora_request=lora_request)
+        cut = "texts are cut to the model's length"
+        _refuse(cut, truncate_prompt_tokens=truncate_prompt_tokens, tokenization_kwargs=tokenization_kwargs)
         return self._run(lambda: self._pooler.encode(prompts, pooling_task))
 
     def reward(self, prompts: Any, *, use_tqdm: Progress = False) -> list[PoolingRequestOutput]:
@@ -240,23 +265,26 @@ class LLM:
             return await self._generator.answer_all(asked, on_answer)
 
     async def _search(
-        self, given: list[GivenPrompt], params: BeamSearchParams, lora_request: Any, bar: Progress
+        self, given: list[GivenPrompt], params: BeamSearchParams, lora_request: Any, bar: Progress, at_once: int
     ) -> list[BeamSearchOutput]:
         adapter = self._adapter(lora_request)
         await self._load_adapter(lora_request)
 
-        async def prepare(handle: ModelHandle) -> BeamSearch:
+        async def prepare(handle: ModelHandle) -> list[BeamSearch]:
             tokens = [await _prompt_ids(handle, prompt) for prompt in given]
             ends = frozenset(self._gateway.text_model(self.model_name).end_tokens)
-            return BeamSearch(tokens, params, ends, int(handle.config.parameters["max_model_len"]))
+            longest = int(handle.config.parameters["max_model_len"])
+            parts = (tokens[start : start + at_once] for start in range(0, len(tokens), at_once))
+            return [BeamSearch(part, params, ends, longest) for part in parts]
 
         async def write(handle: ModelHandle) -> None:
             for sequence in (sequence for output in found for sequence in output.sequences):
                 sequence.text = await handle.detokenize(sequence.tokens)
 
-        search = await self._ask(prepare)
-        with _progress(bar, params.max_tokens, "Tokens") as on_step:
-            found = await search.run(self._generator, adapter, on_step)
+        searches, found = await self._ask(prepare), list[BeamSearchOutput]()
+        with _progress(bar, params.max_tokens * len(searches), "Tokens") as on_step:
+            for search in searches:
+                found += await search.run(self._generator, adapter, on_step)
         await self._ask(write)
         return found
 
@@ -283,6 +311,21 @@ def _progress(bar: Progress, total: int, what: str) -> Iterator[Callable[[], obj
     make = bar if callable(bar) else import_module("tqdm.auto").tqdm
     with make(total=total, desc=what) as shown:
         yield partial(shown.update, 1)
+
+
+def _refuse(reason: str, **arguments: Any) -> None:
+    """Raise `Unsupported` for an argument that asks for something."""
+    for name, value in arguments.items():
+        if value is not None and value not in ([], {}):
+            raise Unsupported(f"{name} is not served: {reason}", field=name)
+
+
+def _prompts_at_once(limit: int | None, given: Sequence[GivenPrompt]) -> int:
+    if limit is None:
+        return max(len(given), 1)
+    if not isinstance(limit, int) or limit < 1:
+        raise InvalidArgument(f"concurrency_limit must be at least 1, got {limit!r}", field="concurrency_limit")
+    return limit
 
 
 async def _prompt_ids(handle: ModelHandle, given: GivenPrompt) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from enum import Enum
 from itertools import chain
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
@@ -18,6 +19,8 @@ from ..cli.options import ServeOptions
 from ..cli.other_servers import VLLM_FLAGS
 from ..core.errors import CharoniaError, InvalidArgument
 from ..engine.vllm.arguments import asks_for_nothing
+from ..repository.backend_registry import ENCODER_BACKEND
+from ..repository.config_defaults import detect_checkpoint_backend
 
 _TRITON_NAMES = {
     "backend_configuration": "backend_config",
@@ -44,6 +47,12 @@ _SERVER_OPTIONS = {
 _MODEL_GROUPS = ("repository", "engine", "adapters")
 _ENDPOINTS_ALONE = {("host",), ("disable_log_requests",), ("enable_log_requests",)}
 """Flags of vLLM's that say where to listen, and what is in the log."""
+_POOLING = {
+    "runner": {"pooling"},
+    "convert": {"embed", "classify", "reward"},
+    "task": {"embed", "embedding", "encode", "classify", "score", "reward", "token_embed", "token_classify"},
+}
+"""vLLM's arguments that ask for what an encoder does anyway."""
 _NO_OPTIONS = ServeOptions()
 
 _reader = App(help_flags=(), version_flags=())
@@ -58,14 +67,24 @@ def _read(
 ) -> None: ...
 
 
-def read_options(arguments: Mapping[str, Any]) -> ServeOptions:
-    """The options that keyword arguments set; None sets nothing.
+def read_options(arguments: Mapping[str, Any], model: str | None = None) -> ServeOptions:
+    """The options that keyword arguments set for a `model`; None sets nothing.
 
     Raises:
-        InvalidArgument: an argument is unknown or wrong, or is about what a program has none of; `field` names it.
+        InvalidArgument: an argument is unknown or wrong, or is about what a program has none of; `field` names it. The
+            message has flags.
     """
-    with in_words_of_programs():
-        return _read_options({name: value for name, value in arguments.items() if not _says_nothing(name, value)})
+    given = {name: value for name, value in arguments.items() if not _says_nothing(name, value)}
+    pooling = {name for name, values in _POOLING.items() if str(given.get(name, "")) in values}
+    if pooling and _is_encoder(model, given.get("backend")):
+        given = {name: value for name, value in given.items() if name not in pooling}
+    return _read_options(given)
+
+
+def _is_encoder(model: str | None, backend: str | None) -> bool:
+    """Whether a directory's checkpoint is an encoder, or served as one."""
+    path = Path(model or "")
+    return path.is_dir() and (backend or detect_checkpoint_backend(path)) == ENCODER_BACKEND
 
 
 _FLAG_IN_TEXT = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
@@ -78,7 +97,9 @@ def in_words_of_programs() -> Iterator[None]:
         yield
     except CharoniaError as error:
         message = _FLAG_IN_TEXT.sub(lambda flag: flag[1].replace("-", "_"), error.message)
-        raise type(error)(message.replace("Unknown option: ", "unknown argument: "), field=error.field) from None
+        error.message = message.replace("Unknown option: ", "unknown argument: ")
+        error.args = (error.message,)
+        raise
 
 
 def _says_nothing(name: str, value: Any) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -52,10 +52,16 @@ class Server:
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """`model`: a checkpoint, a hub id or a repository, as `charonia serve` takes it. Raises `InvalidArgument`."""
         self._model = None if model is None else os.fspath(model)
-        self.options = read_options(options)
-        """What the arguments said."""
+        with self._error_words():
+            self.options = read_options(options, self._model)
+            """What the arguments said."""
         self._running: _RunningServer | None = None
         self._end: weakref.finalize[..., Server] | None = None
+
+    @staticmethod
+    def _error_words() -> AbstractContextManager[None]:
+        """What puts errors about options into words: those of programs, unless a command has flags."""
+        return in_words_of_programs()
 
     def start(self) -> Self:
         """Load the models, and return when they are ready.
@@ -85,7 +91,8 @@ class Server:
     def _begin(self) -> "_RunningServer":
         if self._running is not None:
             raise InvalidArgument("the server is started already")
-        self._running = running = _RunningServer(self._model, self.options)
+        with self._error_words():
+            self._running = running = _RunningServer(self._model, self.options)
         self._end = weakref.finalize(self, running.thread.stop, False)
         self._end.atexit = False
         running.thread.start(running.close)
@@ -278,8 +285,7 @@ class _RunningServer:
         self.thread = LoopThread("charonia")
         self._options = options
         self._measured: MetricsConfig = parse_metrics_config(options.server.metrics_config)
-        with in_words_of_programs():
-            self._selection = _select(model, options, self._measured)
+        self._selection = _select(model, options, self._measured)
         self._host: ModelHost | None = None
         self._door: RequestDoor | None = None
         self._registry: CollectorRegistry | None = None

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -56,6 +56,14 @@ def serve_worker(model: str, options: Mapping[str, Any], role: Role, flags: Sequ
         raise backend.failure from None
 
 
+class _Server(Server):
+    """A server whose options are flags of a command."""
+
+    @staticmethod
+    def _error_words() -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Backend(LLMEngine):  # type: ignore[misc]
     """One checkpoint's server in this process, as Dynamo's worker drives it."""
 
@@ -74,7 +82,7 @@ class Backend(LLMEngine):  # type: ignore[misc]
         self._sockets = tempfile.TemporaryDirectory(prefix="charonia-dynamo-")
         try:
             events, self._events_endpoint = _published_events(options, Path(self._sockets.name))
-            self._server = Server(model, **{**options, _EVENTS: events})
+            self._server = _Server(model, **{**options, _EVENTS: events})
         except BaseException:
             self._sockets.cleanup()
             raise

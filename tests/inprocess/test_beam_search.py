@@ -39,11 +39,23 @@ def test_beams_are_the_likeliest_continuations(root: Path) -> None:
         [greedy] = llm.generate("def add(", SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
         [alone] = llm.beam_search("def add(", BeamSearchParams(1, 4, ignore_eos=True))
         assert alone.sequences[0].tokens == [*prompts[0], *greedy.outputs[0].token_ids]
-        [ends] = asyncio.run(llm.async_beam_search("import os\n", BeamSearchParams(4, 12), use_tqdm=True))
-        assert len(ends.sequences) == 4
+        short = BeamSearchParams(10, 6, length_penalty=-4)
+        [ends] = asyncio.run(llm.async_beam_search("import os\n", short, use_tqdm=True))
+        assert len(ends.sequences) == 10
         last = llm.server.look(lambda gateway: gateway.text_model(llm.model_name)).end_tokens
-        assert {*last}.isdisjoint(token for sequence in ends.sequences for token in sequence.tokens)
+        assert "stop" in [sequence.finish_reason for sequence in ends.sequences]
+        for sequence in ends.sequences:
+            generated = sequence.tokens[-len(sequence.logprobs) :]
+            if sequence.finish_reason == "stop":
+                assert generated.pop() == sequence.stop_reason
+                assert sequence.stop_reason in last
+            assert {*last}.isdisjoint(generated)
         assert llm.beam_search([], BeamSearchParams(2, 2)) == []
+        two = ["def add(", "import os\n"]
+        at_once, one_by_one = (llm.beam_search(two, BeamSearchParams(2, 3), None, False, limit) for limit in (None, 1))
+        assert [[beam.tokens for beam in found.sequences] for found in one_by_one] == [
+            [beam.tokens for beam in found.sequences] for found in at_once
+        ]
         tokenizer = llm.get_tokenizer()
         assert tokenizer.encode("def add(a, b):") == llm.tokenize("def add(a, b):")
         chat = [{"role": "user", "content": "hi"}]
@@ -63,15 +75,17 @@ def test_beams_end_with_the_model_and_with_its_length() -> None:
             answer = CompletionOutput(0, "", [last + 1], logprobs=[likeliest])
             return RequestOutput("", None, [], None, [answer], True)
 
-    def search(params: BeamSearchParams, longest: int = 100) -> list[Any]:
-        found = BeamSearch([[1]], params, frozenset({99}), longest).run(Counting(), "", None)  # type: ignore[arg-type]
+    def search(params: BeamSearchParams, longest: int = 100, prompt: tuple[int, ...] = (1,)) -> list[Any]:
+        found = BeamSearch([prompt], params, frozenset({99}), longest).run(Counting(), "", None)  # type: ignore[arg-type]
         return asyncio.run(found)[0].sequences
 
     first, second = search(BeamSearchParams(2, 9))
-    assert (first.tokens, first.finish_reason, first.stop_reason) == ([1, 2, 3], "stop", 99)
+    assert (first.tokens, first.finish_reason, first.stop_reason) == ([1, 2, 3, 99], "stop", 99)
     assert first.cum_logprob == pytest.approx(-1.1)
-    assert second.tokens == [1, 2, 3, 4]
-    assert search(BeamSearchParams(2, 9, include_stop_str_in_output=True))[0].tokens == [1, 2, 3, 99]
+    assert second.tokens == [1, 2, 3, 4, 99]
+    assert search(BeamSearchParams(2, 9, include_stop_str_in_output=True)) == [first, second]
+    [behind_an_end] = search(BeamSearchParams(1, 2, length_penalty=2), prompt=(5, 99))
+    assert (behind_an_end.tokens, behind_an_end.stop_reason) == ([5, 99, 99], 99)
     assert [*map(len, (sequence.tokens for sequence in search(BeamSearchParams(1, 9, ignore_eos=True))))] == [10]
     longest = search(BeamSearchParams(1, 9, ignore_eos=True), longest=4)
     assert [(sequence.tokens, sequence.finish_reason) for sequence in longest] == [([1, 2, 3, 99], "length")]

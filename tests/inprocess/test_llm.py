@@ -174,6 +174,11 @@ class Structured:
         (lambda llm: llm.reward("a"), "pooling_task: model 'words' does none, not token_classify"),
         (lambda llm: llm.beam_search("a", BeamSearchParams(11, 4)), "beam_width must be between 1 and 10, got 11"),
         (lambda llm: llm.beam_search("a", BeamSearchParams(2, 0)), "max_tokens must be between 1 and"),
+        (lambda llm: llm.beam_search("a", BeamSearchParams(2, 1), "nobody"), "'lora_name' is not supported"),
+        (
+            lambda llm: llm.beam_search("a", BeamSearchParams(2, 1), concurrency_limit=0),
+            "concurrency_limit must be at least 1, got 0",
+        ),
         (lambda llm: llm.beam_search([[1] * 4096], BeamSearchParams(2, 1)), "4096"),
         (lambda llm: llm.score(["a", "b"], ["c"] * 3), "there are 2 texts on one side and 3 on the other"),
     ],
@@ -184,6 +189,21 @@ def test_what_cannot_be_answered_is_refused(
     with pytest.raises(charonia.InvalidArgument) as refused:
         call(llm)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("pooling_params", object(), "pooling_task says what is wanted"),
+        ("lora_request", "nobody", "encoders have no adapters"),
+        ("truncate_prompt_tokens", 5, "texts are cut to the model's length"),
+        ("tokenization_kwargs", {"truncation": True}, "texts are cut to the model's length"),
+    ],
+)
+def test_what_vllm_s_encode_takes_is_refused_by_name(llm: charonia.LLM, name: str, value: Any, reason: str) -> None:
+    with pytest.raises(charonia.Unsupported, match=f"^{name} is not served: {reason}$") as refused:
+        llm.encode("a", **{name: value})
+    assert refused.value.field == name
 
 
 def test_the_end_is_told(words: Path) -> None:
@@ -232,7 +252,7 @@ def test_answers_are_held_to_a_form() -> None:
 @pytest.mark.proof
 def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path: Path) -> None:
     sibling("encoder_models.py").write_embedder(tmp_path / "mini")
-    with charonia.LLM(tmp_path / "mini") as llm:
+    with charonia.LLM(tmp_path / "mini", runner="pooling", convert="embed") as llm:
         one, two = llm.embed(["the ferry", "a river"])
         assert one.outputs.hidden_size == len(one.outputs.embedding) > 8
         assert one.outputs.embedding != two.outputs.embedding
@@ -240,7 +260,8 @@ def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path
         [ids] = asyncio.run(llm.async_embed([[4, 5]]))
         assert ids.prompt_token_ids == [4, 5]
         assert llm.embed([]) == []
-        [pooled] = llm.encode([[4, 5]], pooling_task="embed")
+        nothing: dict[str, Any] = {"lora_request": None, "truncate_prompt_tokens": None, "tokenization_kwargs": {}}
+        [pooled] = llm.encode([[4, 5]], None, pooling_task="embed", **nothing)
         assert pooled.outputs.data.tolist() == pytest.approx(ids.outputs.embedding, abs=1e-5)
         assert (pooled.prompt_token_ids, llm.encode([])) == ([4, 5], [])
         with pytest.raises(charonia.InvalidArgument, match="pooling_task: model 'mini' does embed, not token_embed"):

@@ -8,7 +8,8 @@ import pytest
 import charonia
 from charonia import SamplingParams
 from charonia.bench.load.fake_model import VOCAB
-from charonia.inprocess.options import read_options
+from charonia.core.errors import QueueFull, RequestTimeout, ServerExiting
+from charonia.inprocess.options import in_words_of_programs, read_options
 
 FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_model_len": 4096}
 MIGRATING: dict[str, Any] = {
@@ -73,6 +74,8 @@ Half.__module__ = "torch"
         ({"hf_overrides": {"a": 1}}, "hf_overrides is vLLM's; here: not served: change the checkpoint's config.json"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb is vLLM's; here: not served: weights are where they are computed with"),
         ({"task": "embed"}, "task is vLLM's; here: backend encoder"),
+        ({"runner": "pooling"}, "runner is vLLM's; here: backend encoder"),
+        ({"convert": "embed"}, "convert is vLLM's; here: backend encoder"),
         ({"kv_cache_memory_bytes": 1 << 20}, "kv_cache_memory_bytes is vLLM's; here: kv_cache_bytes"),
         ({"num_gpu_blocks_override": 9}, "here: kv_cache_blocks"),
         ({"load_format": "dummy"}, "load_format dummy is not served: safetensors, else torch's .bin"),
@@ -94,3 +97,32 @@ def test_an_argument_that_is_not_served_is_refused_in_its_words(
 
 def test_a_dtype_of_torch_is_its_name() -> None:
     assert read_options({"dtype": Half()}).engine.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"task": task} for task in ("embed", "classify", "score", "reward")),
+        *({"runner": "pooling", "convert": convert} for convert in ("auto", "none", "embed", "classify")),
+    ],
+)
+def test_an_encoder_may_be_told_what_it_is(tmp_path: Path, words: Path, arguments: dict[str, Any]) -> None:
+    (tmp_path / "modules.json").write_text("[]")
+    assert read_options(arguments, str(tmp_path)) == read_options({})
+    as_one = {"backend": "encoder"}
+    assert read_options(arguments | as_one, str(words)) == read_options(as_one)
+    for model in (str(words), "owner/name", None):
+        with pytest.raises(charonia.InvalidArgument, match="here: --backend encoder"):
+            read_options(arguments, model)
+
+
+def test_an_error_keeps_what_it_has_when_its_words_change() -> None:
+    for error in (QueueFull("see --max-num-seqs", retry_after=2.0), ServerExiting("--a-b"), RequestTimeout()):
+        with pytest.raises(type(error)) as raised, in_words_of_programs():
+            raise error
+        assert raised.value is error
+        assert "--" not in str(error)
+    full = QueueFull("see --max-num-seqs", retry_after=2.0, limit="tokens")
+    with pytest.raises(QueueFull, match="see max_num_seqs"), in_words_of_programs():
+        raise full
+    assert (full.message, full.retry_after, full.limit) == ("see max_num_seqs", 2.0, "tokens")

@@ -180,7 +180,7 @@ def test_events_are_heard_where_they_are_published(given: dict[str, Any], heard:
         ({}, "prefill", [], "needs --kv-transfer-config"),
         ({"kv_transfer_config": "{}", "lora_modules": ("a=/a",)}, "decode", [], "adapters are for"),
         ({}, "agg", ["--endpoint", "dyn://a.b"], "NAMESPACE.COMPONENT.ENDPOINT"),
-        ({"max_model_len": "many"}, "agg", [], "max_model_len"),
+        ({"max_model_len": "many"}, "agg", [], "--max-model-len"),
         ({"kv_events_config": '{"enable_kv_cache_events": true, "endpoint": "tcp://h:9"}'}, "agg", [], "must be bound"),
     ],
 )
@@ -189,6 +189,14 @@ def test_what_does_not_go_with_a_worker_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         module().Backend.of(str(words), options, role, flags)
+
+
+def test_a_model_that_does_not_go_with_flags_is_refused_by_them(words: Path) -> None:
+    options = FAKE | {"lora_modules": ("sql=/nowhere",), "enable_lora": True}
+    made, _ = module().Backend.of(str(words), options, "agg", [])
+    with pytest.raises(InvalidArgument, match="--lora-modules sql: there is no directory"):
+        asyncio.run(made.start(worker_id=1))
+    asyncio.run(made.cleanup())
 
 
 def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
