@@ -129,8 +129,8 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     patch = processor.patch if row_text is None else 0
 
     def prepare(data: bytes, options: Mapping[str, Any]) -> "ProcessedMedium":
-        processor.checked(options)  # first, for it costs less than the image
-        return processor.process(decode_image(data, limits), options)
+        settings = processor.options.settings(options) if options else {}  # first: this costs less than the image
+        return processor.process(decode_image(data, limits), settings)
 
     return _KindPart(processor, prepare, row_text, processor.gridded, patch)
 

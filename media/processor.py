@@ -6,6 +6,7 @@ Runs in a process that may be killed.
 import importlib.util
 import sys
 from collections.abc import Mapping
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from ..core.errors import InvalidArgument
 from ..core.media_models import PLACED_FAMILIES
 from ..core.regular_files import read_regular
+from .image_options import ImageOptions
 
 _MAX_CONFIG_BYTES = 8 << 20
 _GRIDS = "image_grid_thw"
@@ -29,38 +31,6 @@ _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_
 """What a processor makes of the text beside an image."""
 _NAMING_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of the processor, the first one first."""
-
-
-_FLAG, _COUNT, _LENGTHS = "a boolean", "a positive whole number", "an object of positive whole numbers"
-_LARGEST = 1 << 40
-_OPTIONS = {
-    "min_pixels": _COUNT,
-    "max_pixels": _COUNT,
-    "size": _LENGTHS,
-    "do_image_splitting": _FLAG,
-    "crop_to_patches": _FLAG,
-    "min_patches": _COUNT,
-    "max_patches": _COUNT,
-    "max_soft_tokens": _COUNT,
-    "min_image_tokens": _COUNT,
-    "max_image_tokens": _COUNT,
-}
-"""What a request may say to a processor, if that has it, and of which kind it is."""
-_SIDES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-"""Older names of what is within a size."""
-_MOST = {"shortest_edge": "longest_edge", "min_patches": "max_patches", "min_image_tokens": "max_image_tokens"}
-"""The least of something -> the most of it, which bounds both."""
-_UNTOLD_MOST = 12
-"""The most of what a checkpoint has no setting for."""
-_SOFT_TOKENS = "_SUPPORTED_SOFT_TOKENS"
-"""Where a module of transformers names the numbers of tokens that its family was trained with."""
-_FIELD = "mm_processor_kwargs"
-
-_OF_VIDEOS = (
-    *("fps", "max_fps", "num_frames", "min_frames", "max_frames", "max_num_frames", "do_sample_frames"),
-    *("max_duration", "total_pixels", "cap_pixels_per_frame", "max_video_tokens", "max_video_frame_tokens"),
-)
-"""What concerns videos alone: clients send it with images, too, where it changes nothing."""
 
 OWN_PROCESSORS = {
     "Cohere2VisionProcessor": "cohere2_images:Cohere2VisionImageProcessorPil",
@@ -136,10 +106,14 @@ class ImageProcessor:
                 return None
         return begin, row, end
 
-    def process(self, image: Any, options: Mapping[str, Any] = {}) -> ProcessedMedium:
-        """The result for an image of pillow's, in RGB, as the checkpoint has it but for `options`. Raises
-        `InvalidArgument` for one that the processor refuses, and for options that it has not."""
-        given = self.checked(options)
+    @cached_property
+    def options(self) -> ImageOptions:
+        """What requests may say of their images' sizes."""
+        return ImageOptions(self._processor.image_processor)
+
+    def process(self, image: Any, settings: Mapping[str, Any] = {}) -> ProcessedMedium:
+        """The result for an image of pillow's, in RGB, as the checkpoint has it but for `settings`, which are those
+        of `options`. Raises `InvalidArgument` for one that the processor refuses."""
         try:
             features = self._processor(
                 images=[image],
@@ -147,7 +121,7 @@ class ImageProcessor:
                 return_tensors="np",
                 padding=False,
                 return_text_replacement_offsets=True,
-                images_kwargs=given,
+                images_kwargs=settings,
             )
             if (replacements := features.pop("text_replacement_offsets", None)) is None:
                 name = type(self._processor).__mro__[1].__name__
@@ -164,67 +138,6 @@ class ImageProcessor:
         inputs = {name: np.asarray(value) for name, value in features.items() if name not in _TEXT_INPUTS}
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(inputs, placeholder, (time, height // self._merge, width // self._merge))
-
-    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options as the processor takes them. Raises `InvalidArgument` for others, for strange values, and for
-        what makes more of an image than the checkpoint's own settings may."""
-        if not options:
-            return {}
-        images = self._processor.image_processor
-        own = {side: length for side, length in dict(images.size or {}).items() if length}
-        fixed = own.keys() & {"height", "width"}  # which its tower takes, and no other
-        names = [
-            name for name in _OPTIONS if name in images.valid_kwargs.__annotations__ and not (fixed and name == "size")
-        ]
-        given = {name: value for name, value in _plain(options).items() if name in names or name not in _OF_VIDEOS}
-        for name, value in given.items():
-            where = f"mm_processor_kwargs.{name}"
-            if name not in names:
-                raise InvalidArgument(
-                    f"{where} is none of this model's: {', '.join(names) or 'it has none'}", field=_FIELD
-                )
-            if not _is_of_kind(value, _OPTIONS[name]):
-                problem = f"must be {_OPTIONS[name]}, got {msgspec.json.encode(value).decode()}"
-                raise InvalidArgument(f"{where} {problem}", field=_FIELD)
-        asked = dict(given)
-        bounds = {side: given.pop(name) for name, side in _SIDES.items() if name in given}
-        if bounds or "size" in given:
-            given["size"] = own | given.get("size", {}) | bounds
-            if strange := given["size"].keys() - own.keys():
-                problem = f"has {min(strange)}, and may have {', '.join(own)}"
-                raise InvalidArgument(f"mm_processor_kwargs.size {problem}", field=_FIELD)
-        asked |= {f"size.{side}": length for side, length in asked.pop("size", {}).items()}
-        for name, value in asked.items():
-            if value > (most := self._most(name, own)):
-                message = f"mm_processor_kwargs.{name} may be at most {most}, as the checkpoint has it, got {value}"
-                raise InvalidArgument(message, field=_FIELD)
-        return given
-
-    def _most(self, option: str, own: Mapping[str, int]) -> int:
-        """The largest value of an option, by the checkpoint, whose own size is given."""
-        if _OPTIONS.get(option) == _FLAG:
-            return 1
-        images = self._processor.image_processor
-        if option == "max_soft_tokens" and (known := getattr(sys.modules[type(images).__module__], _SOFT_TOKENS, ())):
-            return int(max(known))
-        name = _SIDES.get(option, option.removeprefix("size."))
-        most = _MOST.get(name, name)
-        return int(own.get(most) or own.get(name) or getattr(images, most, None) or _UNTOLD_MOST)
-
-
-def _plain(value: Any) -> Any:
-    """The value without members that are null, and with whole numbers for floats that are such."""
-    if isinstance(value, Mapping):
-        return {name: _plain(member) for name, member in value.items() if member is not None}
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST else value
-
-
-def _is_of_kind(value: Any, kind: str) -> bool:
-    if kind == _FLAG:
-        return isinstance(value, bool)
-    if kind == _LENGTHS:
-        return isinstance(value, dict) and bool(value) and all(_is_of_kind(side, _COUNT) for side in value.values())
-    return type(value) is int and 0 < value < _LARGEST
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

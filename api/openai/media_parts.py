@@ -141,8 +141,10 @@ def processor_options(given: Mapping[str, Any] | None) -> str:
 def with_options(messages: tuple[ChatMessage, ...], options: str) -> tuple[ChatMessage, ...]:
     """The messages with what their request says of the processor, if it does, at each file of an image. Raises
     `InvalidArgument` if all their media are others."""
+    if not options:
+        return messages
     media = [medium for message in messages for medium in message.media]
-    if options and media and not any(map(_is_image_file, media)):
+    if media and not any(map(_is_image_file, media)):
         other = "an image that was encoded elsewhere" if media[0].encoded else f"a {KIND_NOUNS[media[0].kind]}"
         raise field_error(_OPTIONS, f": it is about files of images, and the messages have none: they have {other}")
     return tuple(_with_options(message, options) if message.media else message for message in messages)

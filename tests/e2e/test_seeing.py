@@ -271,7 +271,8 @@ def test_a_request_says_how_large_its_images_become(seeing: Server, checkpoints:
     asked = {"model": NAME, "messages": chat, "max_tokens": NEW, "temperature": 0, "mm_processor_kwargs": small}
     asked["ignore_eos"] = True
     answer = httpx.post(f"{seeing.url}/v1/chat/completions", json=asked, timeout=60).json()
-    sizes = [processor.process(Image.fromarray(IMAGES[1]), own).placeholder.count(TOKEN) for own in ({}, small)]
+    settings = {}, processor.options.settings(small)
+    sizes = [processor.process(Image.fromarray(IMAGES[1]), own).placeholder.count(TOKEN) for own in settings]
     assert usual.usage.prompt_tokens - answer["usage"]["prompt_tokens"] == sizes[0] - sizes[1] > 0
     counted = httpx.post(f"{seeing.url}/tokenize", json={key: asked[key] for key in ("model", "messages")}, timeout=60)
     assert counted.json()["count"] == usual.usage.prompt_tokens

@@ -134,7 +134,7 @@ def test_options_of_a_request_are_those_of_the_processor(
 ) -> None:
     processor = ImageProcessor(write_processor(tmp_path, family))
     image = picture(200, 90)
-    asked = processor.process(image, options)
+    asked = processor.process(image, processor.options.settings(options))
     images: Any = processor._processor.image_processor
     unit = {"patch_size": 28} if family == "pixtral" else {}
     wanted = images([image], return_tensors="np", **unit, **(as_processor or options))
@@ -176,7 +176,7 @@ def test_what_is_no_option_of_a_processor_is_named(
 ) -> None:
     processor = ImageProcessor(write_processor(tmp_path, family))
     with pytest.raises(InvalidArgument, match=problem) as refusal:
-        processor.process(picture(200, 90), options)
+        processor.options.settings(options)
     assert refusal.value.field == "mm_processor_kwargs"
 
 
