@@ -151,7 +151,7 @@ def _fault(random: Random, uploads: Uploads) -> Fault:
 
 
 @app.default
-def main(rounds: int = 200, versions: int = VERSIONS) -> int:
+def main(rounds: int = 400, versions: int = VERSIONS) -> int:
     """Print what was counted; 1 where a start takes too many requests, or a round broke."""
     console = Console(highlight=False)
     logging.disable(logging.WARNING)  # of plain HTTP, by every server

@@ -1,4 +1,4 @@
-"""A random rank is killed forty times under load: `python -m tests.proofs.ranks`.
+"""A random rank is killed a hundred times under load: `python -m tests.proofs.ranks`.
 
 As `tests.proofs.kills`, for a model that is split over rank processes. A rank that dies must end the others
 and the core: streams end with an error, the model is restarted, and of all dead ranks no process, shared memory or
@@ -84,7 +84,7 @@ class _Seen:
 
 @app.default
 def main(
-    kills: int = 40,
+    kills: int = 100,
     every: float = 12.0,
     rate: float = 10.0,
     tensor: int = 2,

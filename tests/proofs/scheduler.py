@@ -1,4 +1,4 @@
-"""A million random calls of the scheduler, checked after each: `python -m tests.proofs.scheduler`.
+"""Two million random calls of the scheduler, checked after each: `python -m tests.proofs.scheduler`.
 
 The trials of the tests, longer and more of them. A failure prints the seed that repeats it.
 """
@@ -47,7 +47,7 @@ def run_trials(seed: int) -> SchedulerResult:
 
 
 @app.default
-def main(operations: int = 1_000_000, first_seed: int = 0) -> None:
+def main(operations: int = 2_000_000, first_seed: int = 0) -> None:
     """Run the seeds; stops at the first failure."""
     seeds = range(first_seed, first_seed - (-operations // PER_SEED))
     total, longest_wait = 0, 0.0
