@@ -217,9 +217,9 @@ def _is_same(value: Any, no_op: Any) -> bool:
 
 def check_ignored(members: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
     """Raise `InvalidArgument` for one of `kind`'s members, which change nothing, that is of another type."""
-    known = frozenset(kind.__struct_fields__)
-    if not known.isdisjoint(members):
-        convert_fields({name: _with_integers(value) for name, value in members.items() if name in known}, kind)
+    ignored = {name: _with_integers(members[name]) for name in kind.__struct_fields__ if name in members}
+    if ignored:
+        convert_fields(ignored, kind)
 
 
 def field_error(field: str, problem: str) -> InvalidArgument:

@@ -182,10 +182,9 @@ class AnswerBuilder:
     def _part(self, chunk: GenerateChunk, thinking: bool) -> GenerateChunk:
         """The chunk with its text parted. `thinking`: the text before it ended within reasoning."""
         last = chunk.finish_reason is not None
-        ended = (
-            chunk.end_token and chunk.stop_reason is None
-        )  # by the model: a stop token of the request's own is a cut
-        return self._parted(chunk, self._reader.push(chunk.text, last, last and not ended), thinking)
+        # A stop token of the request's own cuts the answer as a stop string does.
+        ended_by_model = chunk.end_token and chunk.stop_reason is None
+        return self._parted(chunk, self._reader.push(chunk.text, last, last and not ended_by_model), thinking)
 
     def _parted(self, chunk: GenerateChunk, read: AnswerDelta, thinking: bool) -> GenerateChunk:
         reader = self._reader
