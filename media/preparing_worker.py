@@ -24,10 +24,17 @@ _KEPT = 16 << 20
 
 
 class PreparingWorker:
-    """A process that prepares media of some kinds, with the memory that it answers in. For one thread at a time. Raises
-    `Unavailable` if it cannot be started."""
+    """A process that prepares media of some kinds, with the memory that it answers in. For one thread at a time.
+    `is_first`: a model waits for it, and not only media that others prepare, too. Raises `Unavailable` if it cannot be
+    started."""
 
-    def __init__(self, checkpoint: str, limits: MediaLimits, kinds: tuple[MediaKind, ...] = ("image",)) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        limits: MediaLimits,
+        kinds: tuple[MediaKind, ...] = ("image",),
+        is_first: bool = True,
+    ) -> None:
         self._limits = limits
         self._kinds = kinds
         self._nouns = plural_nouns(kinds)
@@ -40,7 +47,12 @@ class PreparingWorker:
             # A decode step never waits for an image.
             niceness = LAST_NICENESS if "image" in kinds else NICENESS
             self._process = LimitedProcess(
-                "charonia-media", make_answer, *arguments, inherited=(descriptor,), niceness=niceness
+                "charonia-media",
+                make_answer,
+                *arguments,
+                inherited=(descriptor,),
+                niceness=niceness,
+                starts_in_haste=is_first,
             )
         except (OSError, CallLost) as error:
             raise Unavailable(f"a process that prepares {self._nouns} cannot be started: {error}") from error

@@ -246,7 +246,7 @@ class MediaReader:
 
     def _started(self) -> PreparingWorker:
         """A new worker; in a thread."""
-        worker = PreparingWorker(self._checkpoint, self._limits, self._kinds)
+        worker = PreparingWorker(self._checkpoint, self._limits, self._kinds, is_first=not self._running)
         self._running.add(worker)
         if self._closed:  # meanwhile
             worker.kill()

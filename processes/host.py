@@ -225,6 +225,14 @@ def computing_seconds(pid: int) -> float | None:
     return None
 
 
+def bound_openmp_spins(spins: int) -> None:
+    """Let waiting threads of OpenMP sleep after so many turns; by default they spin for milliseconds, on cores that
+    others want. Called before libraries that have it are imported; without an effect where the user has said how they
+    wait."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(spins)
+
+
 def lower_process_priority(niceness: int, pid: int = 0) -> None:
     """Let this process, or one that this one has just started, give way, with the threads that it will start.
     LAST_NICENESS is Linux' class of idle processes, which all others take a processor from at once; elsewhere it is the

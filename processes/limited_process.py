@@ -42,7 +42,8 @@ class CallLost(Exception):
 class LimitedProcess:
     """A process, `name` in `ps`, that answers calls one at a time by the function that `make(*arguments)` returns
     there. It has the `inherited` descriptors by the same numbers. For one thread at a time. The constructor does not
-    wait for its start.
+    wait for its start. Imports of one with LAST_NICENESS give way, but not to everything, so that the start has an end;
+    unless it `starts_in_haste`, they have what its work has.
 
     Raises:
         CallLost: it cannot be started.
@@ -55,13 +56,14 @@ class LimitedProcess:
         *arguments: Any,
         inherited: Sequence[int] = (),
         niceness: int = PATIENT_NICENESS,
+        starts_in_haste: bool = True,
     ) -> None:
         self._connection, theirs = Pipe()
         try:
             with theirs:  # only the process has it then, so it closes when that ends
                 self._process = python_child(name, _serve, make, arguments, theirs, niceness, inherited=inherited)
-            if niceness == LAST_NICENESS:  # its imports give way, but not to everything: a start has an end
-                lower_process_priority(PATIENT_NICENESS, self._process.pid)
+            if niceness == LAST_NICENESS:
+                lower_process_priority(PATIENT_NICENESS if starts_in_haste else niceness, self._process.pid)
         except OSError as error:
             self._connection.close()
             raise CallLost(str(error)) from error

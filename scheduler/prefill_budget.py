@@ -18,7 +18,7 @@ up to CALM_STREAMS decoding rows for each prompt that waits; with more rows it f
 
 CALM_STREAMS = 8
 
-PATIENT_SLOWDOWN = 1.35
+PATIENT_SLOWDOWN = 1.25
 """While rows decode, prompts that may be late make a step so many times as long, and so does the time that it leaves to
 what only computes between steps."""
 

@@ -6,7 +6,6 @@ nothing of queues and requests.
 """
 
 import logging
-import os
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -21,7 +20,7 @@ from ...core.errors import CharoniaError, SentError
 from ...core.model import ModelConfig, RawConfig
 from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
-from ...processes.host import NICENESS, lower_process_priority, release_free_memory
+from ...processes.host import NICENESS, bound_openmp_spins, lower_process_priority, release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
@@ -208,10 +207,9 @@ def completion_main(
 
 def _connect(connection: Connection, descriptors: tuple[int, int], niceness: int) -> TensorConnection[ToInstance]:
     """Lower the priority, and forward the log to the server. Called before the model's libraries are imported."""
-    # By default waiting threads of OpenMP spin for milliseconds. Two models at once would each take several times as
-    # long, and all threads of a language model would wait for one without a core.
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = str(OPENMP_SPINS)
+    # Otherwise two models at once would each take several times as long, and all threads of a language model would wait
+    # for one without a core.
+    bound_openmp_spins(OPENMP_SPINS)
     lower_process_priority(niceness)
     server = TensorConnection[ToInstance](connection, descriptors, ToInstance)
     LogForwarder(server.send).install(logging.INFO)

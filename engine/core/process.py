@@ -21,7 +21,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
 from ...processes.child_process import on_parent_death, print_traceback
-from ...processes.host import usable_cores
+from ...processes.host import bound_openmp_spins, usable_cores
 from ...processes.log_forwarding import LogForwarder
 from ...processes.private_directory import make_private_directory
 from ...scheduler.config import SchedulerConfig
@@ -54,6 +54,9 @@ _SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _SHAPES = "256"
 """Shapes for which oneDNN and torch keep code: 0.3 MiB each, 1024 by default. A model has about five for each number of
 tokens in a step, each made again in a millisecond."""
+_OPENMP_SPINS = 25_000
+"""Turns, about .2 ms, which models that torch computes on a CPU have between two operations. Threads that spun for
+longer would take a core from the C kernels' own."""
 _EXECUTORS = ("auto", "inline", "ranks", "fake")
 
 
@@ -78,7 +81,7 @@ def main(config: EngineConfig, directory: str) -> None:
 def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
     progress = LoadProgress(sockets)
     progress.report("libraries", 0.0)
-    _keep_few_shapes()
+    _prepare_libraries()
     keep_compiled_kernels(config)
     executor = build_executor(config)  # imports torch where it needs it
     progress.report("libraries", 1.0)
@@ -96,7 +99,7 @@ def _serve(config: EngineConfig, sockets: CoreSockets) -> None:
 
 def import_libraries() -> None:
     """Import what one rank needs, in a process that is prepared for `main`: torch takes a second."""
-    _keep_few_shapes()
+    _prepare_libraries()
     from ..worker.inline_executor import InlineExecutor  # noqa: F401
 
     gc_tuning.freeze_imports()
@@ -111,9 +114,11 @@ def keep_compiled_kernels(config: EngineConfig) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(directory / "triton"))
 
 
-def _keep_few_shapes() -> None:
+def _prepare_libraries() -> None:
+    """Before torch is imported, here and in ranks."""
     for name in _SHAPE_CACHES:
         os.environ.setdefault(name, _SHAPES)
+    bound_openmp_spins(_OPENMP_SPINS)
 
 
 class LoadProgress:

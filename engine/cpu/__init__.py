@@ -14,7 +14,7 @@ How it is put together, and how to add a kernel:
   reads what another wrote. With few elements the first thread does all. In an exported function the team is an OpenMP
   region, whose pool is torch's: `library.py` imports torch first. In a program (`program.c`) it is the members of a
   `ThreadPool` (`thread_pool.h`) that have come to the job; a thread that comes later is admitted between two
-  operations.
+  operations. If there is a processor for each of them, and no other, each has its own.
 - Each exported function is called `charonia_...`, has a line in `library.SIGNATURES`, a typed face in a module beside
   it that checks nothing at run time (its callers own shapes and dtypes), a reference in torch, and a test against
   float64 at every level the machine has (fixture `level` of tests/engine/cpu).

@@ -3,9 +3,16 @@
 #ifndef CHARONIA_PARALLEL_REGION_H
 #define CHARONIA_PARALLEL_REGION_H
 
+#include <limits.h>
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "level.h"
 
@@ -17,12 +24,18 @@
 #define omp_get_thread_num() 0
 #endif
 
+/* A number that grows, and threads wait for that; on a cache line of its own. */
+typedef struct {
+    int64_t number;
+    int64_t sleepers; /* threads */
+    char apart[48];
+} Awaited;
+
 /* The state that the threads of a region share, each number on a cache line of its own. */
 typedef struct {
     int64_t arrived; /* at the next barrier */
     char apart[56];
-    int64_t phase;   /* barriers that are over */
-    char aside[56];
+    Awaited phase;   /* barriers that are over */
     int64_t taken;   /* pieces of the current work */
     char away[56];
 } Region;
@@ -44,6 +57,9 @@ typedef struct {
 /* With fewer elements, one thread is done before a second one has begun. */
 enum { WORTH_THREADS = 16384 };
 
+/* The half of an awaited number that changes with it: a futex has 32 bits. */
+#define FUTEX_WORD(awaited) ((uint32_t *)&(awaited)->number + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__))
+
 enum { SPINS = 4096 }; /* about 50 us; a thread that is later has lost its processor */
 
 static inline void cpu_pause(void)
@@ -57,6 +73,39 @@ static inline void cpu_pause(void)
 
 static inline void spin_wait(int64_t spins) { spins < SPINS ? cpu_pause() : (void)sched_yield(); }
 
+static inline int64_t awaited_number(const Awaited *a) { return __atomic_load_n(&a->number, __ATOMIC_ACQUIRE); }
+
+/* One turn of a loop that waits until the number is no longer `seen`: after SPINS of them the thread sleeps. A thread that
+   yielded in place of it would lose its processor until the kernel's next tick, at each barrier, to a process that is ready
+   there, of the lowest class, too; one that is woken has it back from such a process at once. */
+static inline void await_change(Awaited *a, int64_t seen, int64_t spins)
+{
+    if (spins < SPINS) {
+        cpu_pause();
+        return;
+    }
+#ifdef __linux__
+    __atomic_add_fetch(&a->sleepers, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAIT_PRIVATE, (uint32_t)seen, 0, 0, 0);
+    __atomic_sub_fetch(&a->sleepers, 1, __ATOMIC_RELAXED);
+#else
+    (void)seen;
+    sched_yield();
+#endif
+}
+
+/* For whoever has changed the number, in the order of __ATOMIC_SEQ_CST: a sleeper counts itself before the kernel compares
+   the number with what it has seen. */
+static inline void wake_sleepers(Awaited *a)
+{
+#ifdef __linux__
+    if (__atomic_load_n(&a->sleepers, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
+#else
+    (void)a;
+#endif
+}
+
 /* Whether this thread is the last to arrive. The others return when it has called release_team(). */
 static inline int arrive(Team *t)
 {
@@ -66,12 +115,17 @@ static inline int arrive(Team *t)
         __atomic_store_n(&r->arrived, 0, __ATOMIC_RELAXED);
         return 1;
     }
-    for (int64_t spins = 0; __atomic_load_n(&r->phase, __ATOMIC_ACQUIRE) < t->barriers; spins++)
-        spin_wait(spins);
+    int64_t phase;
+    for (int64_t spins = 0; (phase = awaited_number(&r->phase)) < t->barriers; spins++)
+        await_change(&r->phase, phase, spins);
     return 0;
 }
 
-static inline void release_team(Team *t) { __atomic_store_n(&t->region->phase, t->barriers, __ATOMIC_RELEASE); }
+static inline void release_team(Team *t)
+{
+    __atomic_store_n(&t->region->phase.number, t->barriers, __ATOMIC_SEQ_CST);
+    wake_sleepers(&t->region->phase);
+}
 
 /* Returns when all have arrived. */
 static inline void barrier(Team *t)

@@ -1,13 +1,18 @@
 /* A job is begun by the first thread that is there, and every other thread is admitted between two of its steps: so no job
    waits for a thread that sleeps, that has lost its processor, or that runs Python first. */
+#define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "thread_pool.h"
 
 enum { JOBS = 8 };      /* submitted and not done; submitting one more helps with the oldest first */
 enum { YIELDS = 2000 }; /* after SPINS, about a millisecond: then a helper sleeps */
+enum { LONG_YIELD = 200000 }; /* nanoseconds, in which another process had the processor, and would have it again */
+enum { WARY_JOBS = 128 };     /* for which a helper does not yield any more, but sleeps */
 
 typedef struct {
     PoolJob *job;
@@ -17,17 +22,20 @@ typedef struct {
 typedef struct {
     ThreadPool *pool;
     pthread_t thread;
+    int processor; /* its own, or -1 */
 } Helper;
 
 struct thread_pool {
     Region region;
     int64_t entry;      /* the number of jobs done, and in the lower 16 bits the threads that came to the next job */
     char apart[56];
+    Awaited changes;    /* of `entry` by a job that is done, and of `members` */
     int64_t members;    /* of these, the threads that take part */
     int64_t next_step;  /* from which on the last of them do, */
     int64_t barriers;   /* and their Team's counts then */
     uint32_t works;
     int64_t helpers, submitted, asleep, stopping;
+    int processor;      /* of the thread that submits, or -1 */
     pthread_mutex_t lock;
     pthread_cond_t more;
     Claims *claims;
@@ -40,28 +48,38 @@ static void store(int64_t *number, int64_t value) { __atomic_store_n(number, val
 
 static int64_t jobs_done(const ThreadPool *p) { return load(&p->entry) >> 16; }
 
+/* Tell those who wait for another `entry`, or for more `members`, that there is one. */
+static void note_change(ThreadPool *p)
+{
+    __atomic_add_fetch(&p->changes.number, 1, __ATOMIC_SEQ_CST);
+    wake_sleepers(&p->changes);
+}
+
 /* Come to job `number`; returns the number of threads that came before, or -1 if the job is done. */
 static int64_t enter_job(ThreadPool *p, int64_t number)
 {
-    int64_t entry = load(&p->entry);
-    for (int64_t spins = 0; entry >> 16 <= number; spins++) {
-        if (entry >> 16 < number) { /* the last threads of the job before are still about to leave it */
-            spin_wait(spins);
-            entry = load(&p->entry);
-        } else if (__atomic_compare_exchange_n(&p->entry, &entry, entry + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    for (int64_t spins = 0;; spins++) {
+        const int64_t changes = awaited_number(&p->changes);
+        int64_t entry = load(&p->entry);
+        if (entry >> 16 > number)
+            return -1;
+        if (entry >> 16 < number) /* the last threads of the job before are still about to leave it */
+            await_change(&p->changes, changes, spins);
+        else if (__atomic_compare_exchange_n(&p->entry, &entry, entry + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
             return entry & 0xffff;
-        }
     }
-    return -1;
 }
 
 /* Whether thread `me` is admitted to the job: it may be done before. */
 static int wait_for_admission(ThreadPool *p, int64_t number, int64_t me)
 {
-    for (int64_t spins = 0; me && !(load(&p->members) > me && jobs_done(p) == number); spins++) {
+    for (int64_t spins = 0; me; spins++) {
+        const int64_t changes = awaited_number(&p->changes);
         if (jobs_done(p) > number)
             return 0;
-        spin_wait(spins);
+        if (load(&p->members) > me && jobs_done(p) == number)
+            break;
+        await_change(&p->changes, changes, spins);
     }
     return 1;
 }
@@ -77,6 +95,7 @@ void barrier_admitting(ThreadPool *p, Team *t, int64_t next_step)
     if (t->all > all) {
         p->next_step = next_step, p->barriers = t->barriers, p->works = t->works;
         store(&p->members, t->all);
+        note_change(p);
     }
     if (all > 1)
         release_team(t);
@@ -92,6 +111,7 @@ static void finish_job(ThreadPool *p, Team *t, int64_t number)
     if (t->all > 1)
         release_team(t);
     store(&p->entry, (number + 1) << 16);
+    note_change(p);
 }
 
 static void take_part(ThreadPool *p, int64_t number)
@@ -118,12 +138,46 @@ static int sleep_until_job(ThreadPool *p, int64_t number)
     return there;
 }
 
-static int wait_for_job(ThreadPool *p, int64_t number)
+/* Bind the calling thread to a processor. */
+static void bind_thread(int processor)
+{
+#ifdef __linux__
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(processor, &only);
+    sched_setaffinity(0, sizeof only, &only);
+#else
+    (void)processor;
+#endif
+}
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Yield once; whether another process took the processor, and kept it. */
+static int yield_was_long(void)
+{
+    const int64_t begin = nanoseconds();
+    sched_yield();
+    return nanoseconds() - begin > LONG_YIELD;
+}
+
+/* Returns 0 if the pool is stopped first. `wary_jobs`: those before which the thread does not yield any more. */
+static int wait_for_job(ThreadPool *p, int64_t number, int64_t *wary_jobs)
 {
     for (int64_t spins = 0; load(&p->submitted) <= number; spins++) {
-        if (spins > SPINS + YIELDS)
+        if (spins < SPINS) {
+            cpu_pause();
+        } else if (*wary_jobs || spins > SPINS + YIELDS) {
+            *wary_jobs -= *wary_jobs > 0;
             return sleep_until_job(p, number);
-        spin_wait(spins);
+        } else if (yield_was_long()) {
+            *wary_jobs = WARY_JOBS;
+        }
     }
     return 1;
 }
@@ -131,16 +185,37 @@ static int wait_for_job(ThreadPool *p, int64_t number)
 static void *run_helper(void *helper)
 {
     ThreadPool *p = ((Helper *)helper)->pool;
-    for (int64_t number = 0; wait_for_job(p, number); number++)
+    int64_t wary_jobs = 0;
+    if (((Helper *)helper)->processor >= 0)
+        bind_thread(((Helper *)helper)->processor);
+    for (int64_t number = 0; wait_for_job(p, number, &wary_jobs); number++)
         take_part(p, number);
     return 0;
 }
 
-EXPORT void charonia_pool_wait(ThreadPool *p, int64_t number)
+static void help_and_wait(ThreadPool *p, int64_t number)
 {
     take_part(p, number);
-    for (int64_t spins = 0; jobs_done(p) <= number; spins++)
-        spin_wait(spins);
+    for (int64_t spins = 0;; spins++) {
+        const int64_t changes = awaited_number(&p->changes);
+        if (jobs_done(p) > number)
+            return;
+        await_change(&p->changes, changes, spins);
+    }
+}
+
+EXPORT void charonia_pool_wait(ThreadPool *p, int64_t number)
+{
+#ifdef __linux__
+    cpu_set_t before; /* which other threads that this one starts would inherit */
+    if (p->processor >= 0 && jobs_done(p) <= number && !sched_getaffinity(0, sizeof before, &before)) {
+        bind_thread(p->processor);
+        help_and_wait(p, number);
+        sched_setaffinity(0, sizeof before, &before);
+        return;
+    }
+#endif
+    help_and_wait(p, number);
 }
 
 int64_t submit_job(ThreadPool *p, PoolJob *job, void *argument)
@@ -184,6 +259,24 @@ static void stop(ThreadPool *p, int64_t helpers)
     free(p);
 }
 
+/* Give each thread a processor, if there is one for each and no other. Without that the kernel often has two threads of a job
+   take turns on one of them, each asleep while the other runs, with the next one idle; it sees no load there to move. */
+static void assign_processors(ThreadPool *p)
+{
+    p->processor = -1;
+    for (int64_t i = 0; i < p->helpers; i++)
+        p->threads[i].processor = -1;
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (!p->helpers || sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) != p->helpers + 1)
+        return;
+    int64_t thread = 0;
+    for (int processor = 0; processor < CPU_SETSIZE; processor++)
+        if (CPU_ISSET(processor, &allowed))
+            *(thread ? &p->threads[thread - 1].processor : &p->processor) = processor, thread++;
+#endif
+}
+
 EXPORT void charonia_pool_stop(ThreadPool *p) { stop(p, p->helpers); }
 
 EXPORT ThreadPool *charonia_pool_start(int64_t helpers)
@@ -196,6 +289,7 @@ EXPORT ThreadPool *charonia_pool_start(int64_t helpers)
         return 0;
     }
     p->helpers = helpers, p->claims = claims, p->members = 1;
+    assign_processors(p);
     pthread_mutex_init(&p->lock, 0);
     pthread_cond_init(&p->more, 0);
     for (int64_t i = 0; i < helpers; i++) {

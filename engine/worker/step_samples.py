@@ -128,7 +128,7 @@ class TokenChooser:
         processed = np.flatnonzero([report.processed for report in inputs.logprobs.values()])
         if changed is not None and len(processed) == len(samples) and np.array_equal(samples, inputs.processed):
             return changed  # no copy of it, which takes as long as choosing
-        logits = own[self._to(samples)]
+        logits = _copy_rows(own, samples) if own.device.type == "cpu" else own[self._to(samples)]
         if changed is not None and len(processed):
             logits = logits.float()
             logits[self._to(processed)] = changed[self._to(np.searchsorted(inputs.processed, samples[processed]))]
@@ -136,3 +136,10 @@ class TokenChooser:
 
     def _to(self, places: LongArray) -> Tensor:
         return to_device(places, self._device)
+
+
+def _copy_rows(logits: Tensor, rows: LongArray) -> Tensor:
+    """Rows of a host's logits, copied by this thread alone: behind a copy of torch's, a thread of OpenMP would spin on
+    a core that the next step's threads want."""
+    same_size = torch.int16 if logits.element_size() == 2 else torch.int32
+    return torch.from_numpy(logits.view(same_size).numpy()[rows]).view(logits.dtype)

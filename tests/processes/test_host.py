@@ -1,6 +1,7 @@
 """What the machine and its cgroups leave, read from files like the kernel's."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -202,3 +203,14 @@ def test_large_blocks_are_kept_until_they_are_given_back() -> None:
     first, again, released = map(int, made.stdout.split())
     assert again < first / 10
     assert released > first / 2
+
+
+@pytest.mark.parametrize("told", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_of_openmp_spin_as_long_as_the_user_says(monkeypatch: pytest.MonkeyPatch, told: str | None) -> None:
+    for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(variable, "7")
+        if variable != told:
+            monkeypatch.delenv(variable)
+    host.bound_openmp_spins(25)
+    assert os.environ.get("GOMP_SPINCOUNT") == {None: "25", "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "7"}[told]
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -53,6 +53,14 @@ def test_what_is_idle_gives_way_from_its_start_on() -> None:
     process.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="there is no such class here")
+def test_what_nothing_but_patient_work_waits_for_is_idle_from_its_start_on() -> None:
+    process = LimitedProcess("charonia-test", make, "hello ", niceness=LAST_NICENESS, starts_in_haste=False)
+    assert os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE
+    assert process.call(b"a", ROOM) == b"hello a"
+    process.close()
+
+
 def test_what_takes_too_long_is_killed(process: LimitedProcess) -> None:
     with pytest.raises(TimeLimitExceeded, match=r"more than 0.05 s"):
         process.call(b"sleep", ROOM._replace(seconds=0.05))

@@ -18,7 +18,7 @@ from charonia.engine.attention.native import NativeAttention
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.hf_checkpoint import open_checkpoint
 from charonia.engine.cpu import library
-from charonia.engine.cpu.program import StepRun
+from charonia.engine.cpu.program import StepRun, ThreadPool
 from charonia.engine.layers.step_context import StepContext
 from charonia.engine.models.native_decoder import NativeDecoder
 from charonia.engine.models.registry import checkpoint_builder
@@ -232,3 +232,39 @@ def test_everything_is_done_once_whoever_comes_when(stress: Path, helpers: int) 
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _masks_of_helpers(threads: int) -> tuple[ThreadPool, list[set[int]]]:
+    """A pool of so many threads, and the processors that each of its helpers may run on."""
+    torch.set_num_threads(threads)
+    before = {path.name for path in Path("/proc/self/task").iterdir()}
+    pool = ThreadPool()
+    helpers = [int(path.name) for path in Path("/proc/self/task").iterdir() if path.name not in before]
+    time.sleep(0.05)  # they bind themselves
+    return pool, [os.sched_getaffinity(helper) for helper in helpers]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not bound here")
+@pytest.mark.usefixtures("torch_threads")
+def test_each_thread_has_a_processor_where_there_is_one_for_each(checkpoint: Callable[..., Path]) -> None:
+    """Else the kernel has two of them take turns on one, with another one idle. What the submitting thread starts later
+    may run anywhere."""
+    allowed = os.sched_getaffinity(0)
+    pool, masks = _masks_of_helpers(len(allowed))
+    assert sorted(map(len, masks)) == [1] * (len(allowed) - 1)
+    assert len(set[int]().union(*masks)) == len(masks)
+    pool.close()
+    world = World(checkpoint("llama"))
+    world.begin([0] * 3, [5] * 3)[0].finish()
+    assert os.sched_getaffinity(0) == allowed
+    world.decoder.close()
+    more, masks = _masks_of_helpers(len(allowed) + 1)
+    assert masks == [allowed] * len(allowed)
+    more.close()

@@ -1,4 +1,5 @@
 /* Jobs of many steps for a pool: `thread_pool_stress HELPERS JOBS` prints an error, or "right". */
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -8,7 +9,7 @@
 enum { ROWS = 37, STEPS = 9, AHEAD = 4 };
 
 typedef struct {
-    int64_t steps, rows[ROWS], taken[ROWS], sum;
+    int64_t steps, naps, rows[ROWS], taken[ROWS], sum;
 } Thing;
 
 int charonia_threads(void) { return 1; }
@@ -18,6 +19,8 @@ static void work(ThreadPool *pool, Team *team, void *what, int64_t from)
 {
     Thing *thing = what;
     for (int64_t step = from; step < thing->steps; step++) {
+        if (thing->naps && (step + team->me) % 4 == 0)
+            usleep(300); /* for longer than the others spin */
         FOR_ROWS(team, ROWS, WORTH_THREADS, thing->rows[row] += step + 1);
         barrier(team);
         if (team->me == 0)
@@ -47,6 +50,7 @@ int main(int argc, char **argv)
     int64_t joined = 0;
     for (int i = 0; i < jobs; i++) {
         things[i].steps = rand_r(&seed) % STEPS;
+        things[i].naps = rand_r(&seed) % 8 == 0;
         if (submit_job(pool, work, things + i) != i)
             return puts("a job has another number"), 1;
         if (rand_r(&seed) % 16 == 0)
