@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import time
 from collections.abc import Mapping
 
 import msgspec
@@ -16,7 +15,6 @@ from ..processes.limited_process import CallLimits, CallLost, LimitedProcess, Ti
 from .limits import MediaLimits
 from .preparing_process import PreparedAnswer, copy_arrays, make_answer, pack_message
 
-_START_SECONDS = 120.0
 _PATIENCE = 10.0
 """Meanwhile preparing may last so many times as long as it computes."""
 _KEPT = 16 << 20
@@ -68,11 +66,7 @@ class PreparingWorker:
     def facts(self) -> Mapping[MediaKind, MediaFacts]:
         """What its processors are. Raises `InvalidArgument` for a checkpoint that lacks one, `Unavailable` if the
         process does not start."""
-        deadline = time.monotonic() + _START_SECONDS
         try:
-            while not self._process.wait_until_ready(1.0):
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"the process that prepares {self._nouns} did not start in time")
             answer = self._ask(b"", self._kinds[0])
         except (CallLost, TimeLimitExceeded) as error:
             raise Unavailable(f"the process that prepares {self._nouns} did not start: {error}") from error

@@ -246,7 +246,8 @@ class MediaReader:
 
     def _started(self) -> PreparingWorker:
         """A new worker; in a thread."""
-        worker = PreparingWorker(self._checkpoint, self._limits, self._kinds, is_first=not self._running)
+        is_first = not any(worker.alive for worker in list(self._running))
+        worker = PreparingWorker(self._checkpoint, self._limits, self._kinds, is_first)
         self._running.add(worker)
         if self._closed:  # meanwhile
             worker.kill()

@@ -15,6 +15,8 @@ from .child_process import describe_exit, python_child
 from .host import LAST_NICENESS, PATIENT_NICENESS, computing_seconds, lower_process_priority
 
 _START_SECONDS = 60.0
+_IDLE_PATIENCE = 10.0
+"""So many times as long may take a start that has only what nobody else wants."""
 _LAST_WORDS = 1.0
 """Seconds that a process has to end after it closed its connection."""
 
@@ -71,11 +73,11 @@ class LimitedProcess:
         """Ends the process, from any thread; a call then raises `CallLost`."""
         self.alive = True
         self._ready = False
-        self._deadline = time.monotonic() + _START_SECONDS
+        self._deadline = time.monotonic() + _START_SECONDS * (1.0 if starts_in_haste else _IDLE_PATIENCE)
 
     def wait_until_ready(self, seconds: float) -> bool:
         """Whether it started within `seconds`. Raises `CallLost` if it ended instead, or did not start within a
-        minute."""
+        minute, or ten without haste."""
         if self._ready:
             return True
         ready = self._receive(min(seconds, self._deadline - time.monotonic()))
@@ -93,7 +95,8 @@ class LimitedProcess:
             TimeLimitExceeded: there was no answer in time.
             CallLost: the process ended instead.
         """
-        self.wait_until_ready(_START_SECONDS)
+        while not self.wait_until_ready(_START_SECONDS):
+            pass
         try:
             self._connection.send_bytes(limits.memory.to_bytes(8, "little") + message)
             answer = self._receive_answer(limits)

@@ -111,11 +111,11 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 2_475,
-    "processes": 1_236,
+    "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_601,
     "tokenization": 4_106,
-    "media": 1_733,
+    "media": 1_726,
     "scheduler": 2_494,
     "engine": 31_823,
     "classic_backends": 8_920,

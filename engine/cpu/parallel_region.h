@@ -86,7 +86,7 @@ static inline void await_change(Awaited *a, int64_t seen, int64_t spins)
     }
 #ifdef __linux__
     __atomic_add_fetch(&a->sleepers, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAIT_PRIVATE, (uint32_t)seen, 0, 0, 0);
+    syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAIT_PRIVATE, (uint32_t)seen, (void *)0, (void *)0, 0);
     __atomic_sub_fetch(&a->sleepers, 1, __ATOMIC_RELAXED);
 #else
     (void)seen;
@@ -100,7 +100,7 @@ static inline void wake_sleepers(Awaited *a)
 {
 #ifdef __linux__
     if (__atomic_load_n(&a->sleepers, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
+        syscall(SYS_futex, FUTEX_WORD(a), FUTEX_WAKE_PRIVATE, INT_MAX, (void *)0, (void *)0, 0);
 #else
     (void)a;
 #endif

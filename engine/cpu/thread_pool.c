@@ -207,11 +207,14 @@ static void help_and_wait(ThreadPool *p, int64_t number)
 EXPORT void charonia_pool_wait(ThreadPool *p, int64_t number)
 {
 #ifdef __linux__
-    cpu_set_t before; /* which other threads that this one starts would inherit */
-    if (p->processor >= 0 && jobs_done(p) <= number && !sched_getaffinity(0, sizeof before, &before)) {
+    cpu_set_t before, after; /* what other threads that this one starts inherit */
+    if (p->processor >= 0 && jobs_done(p) <= number && !sched_getaffinity(0, sizeof before, &before) &&
+        CPU_ISSET(p->processor, &before)) {
         bind_thread(p->processor);
         help_and_wait(p, number);
-        sched_setaffinity(0, sizeof before, &before);
+        const int is_bound = !sched_getaffinity(0, sizeof after, &after) && CPU_ISSET(p->processor, &after);
+        if (is_bound && CPU_COUNT(&after) == 1) /* nobody has moved it meanwhile, as taskset does */
+            sched_setaffinity(0, sizeof before, &before);
         return;
     }
 #endif

@@ -247,7 +247,9 @@ def _masks_of_helpers(threads: int) -> tuple[ThreadPool, list[set[int]]]:
     before = {path.name for path in Path("/proc/self/task").iterdir()}
     pool = ThreadPool()
     helpers = [int(path.name) for path in Path("/proc/self/task").iterdir() if path.name not in before]
-    time.sleep(0.05)  # they bind themselves
+    deadline = time.monotonic() + (10 if threads == len(os.sched_getaffinity(0)) else 0.05)
+    while any(len(os.sched_getaffinity(helper)) > 1 for helper in helpers) and time.monotonic() < deadline:
+        time.sleep(0.001)  # they bind themselves
     return pool, [os.sched_getaffinity(helper) for helper in helpers]
 
 
