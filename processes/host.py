@@ -225,7 +225,7 @@ def computing_seconds(pid: int) -> float | None:
     return None
 
 
-def bound_openmp_spins(spins: int) -> None:
+def limit_openmp_spins(spins: int) -> None:
     """Let waiting threads of OpenMP sleep after so many turns; by default they spin for milliseconds, on cores that
     others want. Called before libraries that have it are imported; without an effect where the user has said how they
     wait."""

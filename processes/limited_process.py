@@ -44,8 +44,8 @@ class CallLost(Exception):
 class LimitedProcess:
     """A process, `name` in `ps`, that answers calls one at a time by the function that `make(*arguments)` returns
     there. It has the `inherited` descriptors by the same numbers. For one thread at a time. The constructor does not
-    wait for its start. Imports of one with LAST_NICENESS give way, but not to everything, so that the start has an end;
-    unless it `starts_in_haste`, they have what its work has.
+    wait for its start. With LAST_NICENESS for its work a process that `starts_in_haste` has PATIENT_NICENESS for its
+    imports, so that the start has an end; another one has LAST_NICENESS for these, too, and ten times as long.
 
     Raises:
         CallLost: it cannot be started.

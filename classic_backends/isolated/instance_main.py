@@ -20,7 +20,7 @@ from ...core.errors import CharoniaError, SentError
 from ...core.model import ModelConfig, RawConfig
 from ...core.optional_packages import missing_llm_package
 from ...core.runtime import Arrays, InstancePlacement, Runtime, RuntimeLoader, only_response
-from ...processes.host import NICENESS, bound_openmp_spins, lower_process_priority, release_free_memory
+from ...processes.host import NICENESS, limit_openmp_spins, lower_process_priority, release_free_memory
 from ...processes.log_forwarding import LogForwarder, LogRecordMessage, MessageWriter
 from ..python_stub.messages import TensorMessage
 from ..python_stub.tensor_memory import V2_NAMES, BlockReader, BlockWriter
@@ -209,7 +209,7 @@ def _connect(connection: Connection, descriptors: tuple[int, int], niceness: int
     """Lower the priority, and forward the log to the server. Called before the model's libraries are imported."""
     # Otherwise two models at once would each take several times as long, and all threads of a language model would wait
     # for one without a core.
-    bound_openmp_spins(OPENMP_SPINS)
+    limit_openmp_spins(OPENMP_SPINS)
     lower_process_priority(niceness)
     server = TensorConnection[ToInstance](connection, descriptors, ToInstance)
     LogForwarder(server.send).install(logging.INFO)

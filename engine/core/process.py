@@ -21,7 +21,7 @@ from ...core.native_calls import CONTROL_FLOW
 from ...kvcache.manager import KVCacheManager
 from ...processes import gc_tuning
 from ...processes.child_process import on_parent_death, print_traceback
-from ...processes.host import bound_openmp_spins, usable_cores
+from ...processes.host import limit_openmp_spins, usable_cores
 from ...processes.log_forwarding import LogForwarder
 from ...processes.private_directory import make_private_directory
 from ...scheduler.config import SchedulerConfig
@@ -118,7 +118,7 @@ def _prepare_libraries() -> None:
     """Before torch is imported, here and in ranks."""
     for name in _SHAPE_CACHES:
         os.environ.setdefault(name, _SHAPES)
-    bound_openmp_spins(_OPENMP_SPINS)
+    limit_openmp_spins(_OPENMP_SPINS)
 
 
 class LoadProgress:

@@ -211,6 +211,6 @@ def test_threads_of_openmp_spin_as_long_as_the_user_says(monkeypatch: pytest.Mon
         monkeypatch.setenv(variable, "7")
         if variable != told:
             monkeypatch.delenv(variable)
-    host.bound_openmp_spins(25)
+    host.limit_openmp_spins(25)
     assert os.environ.get("GOMP_SPINCOUNT") == {None: "25", "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "7"}[told]
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
