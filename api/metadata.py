@@ -10,7 +10,7 @@ from ..core.gateway import ModelLookup
 from ..core.metrics import ModelStatistics, StatisticDuration
 from ..core.tensor import TensorSpec
 from ..processes.client_shared_memory import CudaMemoryRegion
-from .size_limits import MAX_RAW_BYTES, MAX_RESPONSE_BYTES
+from .size_limits import MAX_JSON_BYTES, MAX_RAW_BYTES, MAX_RESPONSE_BYTES
 
 EXTENSIONS = (
     "classification",
@@ -37,7 +37,7 @@ class ServerInfo:
 
     name: str = "triton"
     version: str = ""
-    max_input_size: int = 64 * 1024 * 1024
+    max_input_size: int = MAX_JSON_BYTES
     max_raw_size: int = MAX_RAW_BYTES
     max_response_size: int = MAX_RESPONSE_BYTES
 

@@ -2,6 +2,9 @@
 
 from ..core.errors import InvalidArgument
 
+MAX_JSON_BYTES = 64 * 1024 * 1024
+"""Bytes of a request's body in JSON, unless a flag says otherwise."""
+
 MAX_RAW_BYTES = 32 * 1024 * 1024
 """Bytes of a request's raw tensors, over HTTP and gRPC alike, unless a flag says otherwise."""
 

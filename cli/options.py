@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from ..api.size_limits import BODY_TIMEOUT, MAX_RAW_BYTES, MAX_RESPONSE_BYTES
+from ..api.size_limits import BODY_TIMEOUT, MAX_JSON_BYTES, MAX_RAW_BYTES, MAX_RESPONSE_BYTES
 from ..engine.options import EngineOptions
 from ..repository.config_options import ConfigOptions
 from ..telemetry.logging_setup import LogSettings
@@ -181,7 +181,7 @@ class ServerOptions:
     1: that one does both; auto: it does, and on more than four cores it starts two to four when it is busy."""
     max_loop_lag_secs: Annotated[float, Parameter(validator=Number(gt=0))] = 10
     """Delay of the frontend's event loop from which on nothing is ready."""
-    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = 64 * 1024 * 1024
+    http_max_input_size: Annotated[int, Parameter(validator=Number(gte=1))] = MAX_JSON_BYTES
     """Largest request body in JSON, in bytes."""
     max_raw_input_size: Annotated[int, Parameter(validator=Number(gte=1, lte=2**31 - 1))] = MAX_RAW_BYTES
     """Largest request with raw tensors, over HTTP and gRPC, in bytes."""

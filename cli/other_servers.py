@@ -64,7 +64,6 @@ _OF_VLLM = {
     f"{_NO_EFFECT}the template says what it takes": "--chat-template-content-format",
     _REQUEST: "--return-tokens-as-token-ids",
     f"{_REQUEST}, stream_options": "--enable-force-include-usage",
-    f"{_REQUEST}, mm_processor_kwargs": "--mm-processor-kwargs",
     f"{_NOT_SERVED}prompts are texts or token ids": "--enable-prompt-embeds",
     f"{_NOT_SERVED}a model has its tokenizer": "--skip-tokenizer-init",
     _OWN_CODE: "--tool-parser-plugin --reasoning-parser-plugin --logits-processors --middleware",

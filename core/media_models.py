@@ -81,6 +81,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of media that are kept as they were prepared, and again of what an encoder made of them."""
     share_cache: bool = False
     """Whether a tenant finds what was made for another."""
+    processor_settings: str = ""
+    """A JSON object of settings that the checkpoint's processor of images has in place of its own; "" for none."""
 
 
 class TowerSpec(NamedTuple):

@@ -11,6 +11,7 @@ from ..core.media_models import MediaConfig
 
 MEDIA_FIELDS = {
     "limit_mm_per_prompt": "per_prompt",
+    "mm_processor_kwargs": "processor_settings",
     "media_path": "path",
     "media_domains": "domains",
     "media_max_bytes": "max_bytes",
@@ -33,14 +34,26 @@ class _Count(msgspec.Struct):
 
 
 def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
-    """The configuration of options by fields of `MediaConfig`. Raises `InvalidArgument` for a wrong limit."""
+    """The configuration of options by fields of `MediaConfig`. Raises `InvalidArgument` for a wrong limit, and for
+    settings of a processor that are no object."""
     given = dict(settings)
     if "per_prompt" in given:
         counts = _counts(given["per_prompt"])
         given["per_prompt"] = {kind: counts.get(kind, most) for kind, most in MediaConfig().per_prompt.items()}
     if "domains" in given:
         given["domains"] = tuple(filter(None, (name.strip() for name in given["domains"].split(","))))
+    if "processor_settings" in given:
+        given["processor_settings"] = _json_object(given["processor_settings"], "mm_processor_kwargs")
     return MediaConfig(**given)
+
+
+def _json_object(written: str, field: str) -> str:
+    """The same object in few characters; nothing for an empty one."""
+    try:
+        settings = msgspec.json.decode(written, type=dict[str, Any])
+    except ValueError:
+        raise InvalidArgument(f"{field} must be a JSON object, got {written!r}", field=field) from None
+    return msgspec.json.encode(settings, order="sorted").decode() if settings else ""
 
 
 def _counts(written: str) -> dict[str, int]:

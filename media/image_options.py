@@ -1,7 +1,7 @@
 """What a request may say to a checkpoint's processor of images, vLLM's `mm_processor_kwargs`: how large images become.
 
 It may ask for less than the checkpoint's own settings make of an image, never for more: a client would lift the bound
-on what an image costs.
+on what an image costs. An operator may, who says the same by a flag.
 """
 
 import sys
@@ -12,7 +12,7 @@ import msgspec
 
 from ..core.errors import InvalidArgument
 
-_FIELD = "mm_processor_kwargs"
+SETTINGS_FIELD = "mm_processor_kwargs"
 _FLAG, _COUNT, _LENGTHS = "a boolean", "a positive whole number", "an object of positive whole numbers"
 _OPTIONS = {
     "min_pixels": _COUNT,
@@ -55,9 +55,9 @@ class ImageOptions:
         has_fixed_size = not self._size.keys().isdisjoint(("height", "width"))  # its tower takes no other
         self._names = [name for name in _OPTIONS if name in known and not (has_fixed_size and name == "size")]
 
-    def settings(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """A request's options as the processor takes them. Raises `InvalidArgument` for one that it has not, for a
-        strange value, and for more than the checkpoint's own settings; the message names it."""
+    def settings(self, options: Mapping[str, Any], bounded: bool = True) -> dict[str, Any]:
+        """Options as the processor takes them. Raises `InvalidArgument` for one that it has not, for a strange value
+        and, where they are `bounded`, for more than the checkpoint's own settings; the message names it."""
         settings = {name: value for name, value in _plain(options).items() if name not in _OF_VIDEOS}
         for name, value in settings.items():
             if name not in self._names:
@@ -69,7 +69,7 @@ class ImageOptions:
         if strange := size.keys() - self._size.keys():
             raise _refusal("size", f"has {min(strange)}, and may have {', '.join(self._size)}")
         for name, value in _counts(settings):
-            if value > (most := self._most(name)):
+            if bounded and value > (most := self._most(name)):
                 raise _refusal(name, f"may be at most {most}, as the checkpoint has it, got {value}")
         others = {name: value for name, value in settings.items() if name not in _SIDES}
         return others | {"size": self._size | size} if size else others
@@ -85,7 +85,7 @@ class ImageOptions:
 
 
 def _refusal(option: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(f"{_FIELD}.{option} {problem}", field=_FIELD)
+    return InvalidArgument(f"{SETTINGS_FIELD}.{option} {problem}", field=SETTINGS_FIELD)
 
 
 def _counts(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

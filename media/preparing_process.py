@@ -124,7 +124,7 @@ def _image_preparation(checkpoint: Path, limits: MediaLimits) -> _KindPart:
     from .image_file import decode_image
     from .processor import ImageProcessor
 
-    processor = ImageProcessor(checkpoint)
+    processor = ImageProcessor(checkpoint, msgspec.json.decode(limits.config.processor_settings or b"{}"))
     row_text = processor.row_text()
     patch = processor.patch if row_text is None else 0
 

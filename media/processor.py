@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..core.errors import InvalidArgument
 from ..core.media_models import PLACED_FAMILIES
 from ..core.regular_files import read_regular
-from .image_options import ImageOptions
+from .image_options import SETTINGS_FIELD, ImageOptions
 
 _MAX_CONFIG_BYTES = 8 << 20
 _GRIDS = "image_grid_thw"
@@ -67,13 +67,19 @@ class MediumProcessor(Protocol):
 
 
 class ImageProcessor:
-    """A loaded processor. Raises `InvalidArgument` for a checkpoint that has none, or whose family is not known."""
+    """A loaded processor, with an operator's `settings` in place of the checkpoint's. Raises `InvalidArgument` for a
+    checkpoint that has none, or whose family is not known, and for settings that it lacks, by their field."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, settings: Mapping[str, Any] = {}) -> None:
         try:
             self._processor = processor = _load(checkpoint)
         except (ImportError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidArgument(f"{checkpoint}: its processor of images cannot be loaded: {error}") from error
+        self._own: Mapping[str, Any] = {}
+        """An operator's settings, said with each image, too: some classes have defaults there."""
+        if settings:
+            self._own = ImageOptions(processor.image_processor).settings(settings, bounded=False)
+            processor.image_processor = _with_settings(processor.image_processor, self._own)
         name = type(processor).__mro__[1].__name__
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
@@ -83,8 +89,8 @@ class ImageProcessor:
         known = tuple(number for number in processor.image_token_ids if number is not None)
         self.token_ids = known or (_token_id(processor.tokenizer, token),)
         self._row = str(processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
-        settings = f"{name} {processor.image_processor.to_json_string()} {self.token} {self.token_ids}"
-        self.settings = sha256(settings.encode()).digest()
+        decisive = f"{name} {processor.image_processor.to_json_string()} {self.token} {self.token_ids}"
+        self.settings = sha256(decisive.encode()).digest()
         self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
         images = processor.image_processor
         patch = getattr(images, "encoder_patch_size", None) or getattr(images, "patch_size", None)
@@ -121,7 +127,7 @@ class ImageProcessor:
                 return_tensors="np",
                 padding=False,
                 return_text_replacement_offsets=True,
-                images_kwargs=settings,
+                images_kwargs={**self._own, **settings},
             )
             if (replacements := features.pop("text_replacement_offsets", None)) is None:
                 name = type(self._processor).__mro__[1].__name__
@@ -138,6 +144,19 @@ class ImageProcessor:
         inputs = {name: np.asarray(value) for name, value in features.items() if name not in _TEXT_INPUTS}
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(inputs, placeholder, (time, height // self._merge, width // self._merge))
+
+
+def _with_settings(images: Any, settings: Mapping[str, Any]) -> Any:
+    """A processor of images with an operator's settings in place of its own. Raises `InvalidArgument` if it does not
+    work with them."""
+    from PIL import Image
+
+    try:
+        changed = type(images).from_dict(images.to_dict() | dict(settings))
+        changed([Image.new("RGB", (_SAMPLE_SIDES[0],) * 2)], return_tensors="np")
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        raise InvalidArgument(f"{SETTINGS_FIELD}: {error}", field=SETTINGS_FIELD) from error
+    return changed
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

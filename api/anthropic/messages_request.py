@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...core.errors import InvalidArgument
+from ...core.foreign_parameters import FOREIGN_NO_OPS
 from ...core.request import Conversation
 from ..openai.json_body import (
     NoOpValues,
@@ -26,6 +27,7 @@ from ..openai.translated_chat import FieldNames, TranslatedChat, parse_translate
 from .message_turns import BLOCK_SHAPE, TURN_SHAPE, ChatTurns, JsonObject
 
 NO_OP_VALUES: NoOpValues = {
+    **FOREIGN_NO_OPS,
     "container": (),
     "mcp_servers": ([],),
     "compaction": (),

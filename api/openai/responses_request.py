@@ -10,6 +10,7 @@ import msgspec
 import orjson
 
 from ...core.errors import InvalidArgument
+from ...core.foreign_parameters import FOREIGN_NO_OPS
 from ...core.request import GenerateRequest
 from .json_body import (
     IgnoredFields,
@@ -45,6 +46,7 @@ _INCLUDABLE = (
 
 _NO_STATE = "this server keeps no state: send the whole input, and no {}"
 NO_OP_VALUES: NoOpValues = {
+    **FOREIGN_NO_OPS,
     "background": (False,),
     "prompt": (),
     "context_management": ([],),

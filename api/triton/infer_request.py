@@ -132,7 +132,7 @@ class InferRequestReader:
     """Reads request bodies. `max_size`: bytes of JSON, and of a tensor in it; `max_raw_size`: bytes of raw tensors."""
 
     regions: SharedMemoryRegistry = field(default_factory=SharedMemoryRegistry)
-    max_size: int = 64 * 1024 * 1024
+    max_size: int = size_limits.MAX_JSON_BYTES
     max_raw_size: int = size_limits.MAX_RAW_BYTES
     headers: HeaderCache = field(default_factory=HeaderCache, init=False)
     bodies: BodyCache = field(default_factory=BodyCache, init=False)

@@ -189,6 +189,8 @@ class ModelMedia:
             await self.unload()
             if self._services.attended or not isinstance(error, (InvalidArgument, Unsupported)):
                 raise
+            if error.field is not None:  # an option is wrong, and not the checkpoint
+                raise
             log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
             for kind in self._services.kinds:
                 self._refuse(kind, error.message)

@@ -9,8 +9,9 @@ enum { SUMS_BYTES = 1 << 18, WORTH_MULTIPLYING = 1 << 18, FEW_ROWS = 2 };
    whether they have some left. */
 enum { LEAST_CLAIM = 4, LEAST_STREAM = 16, NEIGHBOURS = 3 };
 
-/* Up to so many rows of int4 cost less without tiles, whose sums leave the registers after each span. */
-enum { FEW_ON_TILES = 8 };
+/* Up to so many rows of int4 cost less without tiles, whose sums leave the registers after each span: beside tiles the
+   processor has one vector unit for what scales them. Fewer in spans of LONG_SPAN inputs. */
+enum { FEW_ON_TILES = 31, FEW_OF_LONG_SPANS = 15, LONG_SPAN = 128 };
 
 /* One call: the rows as the tiles read them, and where results go. */
 typedef struct {
@@ -33,11 +34,15 @@ typedef struct {
     char *sums;
 } Block;
 
-const Kernel *kernel_of(int kind, int64_t rows)
+const Kernel *kernel_of(int kind, int span, int64_t rows)
 {
 #ifdef CHARONIA_AMX
-    if (charonia_level() == AMX && (kind == BFLOAT16 || kind == INT8 || (kind == INT4 && rows > FEW_ON_TILES)))
+    const int few = span < LONG_SPAN ? FEW_ON_TILES : FEW_OF_LONG_SPANS;
+    if (charonia_level() == AMX && (kind == BFLOAT16 || kind == INT8 || (kind == INT4 && rows > few)))
         return &matmul_amx[kind];
+#else
+    (void)span;
+    (void)rows;
 #endif
 #ifdef CHARONIA_X86
     const int level = charonia_level();
@@ -206,7 +211,7 @@ static int64_t spread_out(int64_t bytes)
 static Product product(const MatmulCall *a)
 {
     const Matrix *m = a->matrix;
-    const Kernel *kernel = kernel_of(m->kind, a->rows);
+    const Kernel *kernel = kernel_of(m->kind, m->span, a->rows);
     const int64_t steps = matrix_steps(m), lines = lines_a_step(m), bytes = step_bytes(kernel, m);
     const int64_t x_bytes = (m->x_kind == BFLOAT16 ? 2 : 4) * a->x_stride, whole = whole_steps(kernel);
     const int direct = kernel->direct && m->inputs % (whole * inputs_a_step(m->kind)) == 0 && (x_bytes % 1024 || a->rows == 1);

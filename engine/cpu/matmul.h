@@ -145,8 +145,8 @@ int64_t products_bytes(const Matrix *const *kinds, int64_t kind_count, int64_t c
 /* Several products as one work, with products_bytes() of memory at the beginning of a line. Nothing follows them (`next`). */
 void multiply_each_in_team(Team *, const MatmulCall *calls, int64_t count, char *memory);
 
-/* The kernel of the level in use, for products of so many rows. */
-const Kernel *kernel_of(int kind, int64_t rows);
+/* The kernel of the level in use, for products of so many rows with weights in such spans, or in none (0). */
+const Kernel *kernel_of(int kind, int span, int64_t rows);
 
 /* What a row has for each span before its numbers: their scale, and minus their sum, times the zero point if all have
    the same: what the sum of products begins with, or what offsets are multiplied with. */

@@ -185,7 +185,7 @@ EXPORT int charonia_pack(const void *from, int from_kind, int64_t stride, int64_
                          int kind, void *lines, float *scales, int32_t *offsets)
 {
     const Rows w = {from,   stride,  from_kind, kind, first, outputs, inputs, steps_of(kind, inputs),
-                    lines,  scales,  offsets,   kernel_of(kind, 1)->order};
+                    lines,  scales,  offsets,   kernel_of(kind, 0, 1)->order};
     const int64_t begin = first / LANES, end = (first + outputs + LANES - 1) / LANES;
     int failed = 0;
 #pragma omp parallel reduction(| : failed)

@@ -71,8 +71,6 @@ static inline void cpu_pause(void)
 #endif
 }
 
-static inline void spin_wait(int64_t spins) { spins < SPINS ? cpu_pause() : (void)sched_yield(); }
-
 static inline int64_t awaited_number(const Awaited *a) { return __atomic_load_n(&a->number, __ATOMIC_ACQUIRE); }
 
 /* One turn of a loop that waits until the number is no longer `seen`: after SPINS of them the thread sleeps. A thread that

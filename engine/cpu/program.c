@@ -134,18 +134,26 @@ static void input(const Operation *o, const StepLayout *l)
     memcpy(tensor(l, o->out, 0), l->arguments->hidden_states, (size_t)(l->tokens * o->size * number_bytes(o)));
 }
 
+/* Steps of any program that have got their masks. */
+static Awaited masks_given;
+
 /* The masks are made while the step is computed. */
 static const uint32_t *await_masks(const StepArguments *a)
 {
-    const uint32_t *masks;
-    for (int64_t spins = 0; !(masks = __atomic_load_n(&a->masks, __ATOMIC_ACQUIRE)); spins++)
-        spin_wait(spins);
-    return masks;
+    for (int64_t spins = 0;; spins++) {
+        const int64_t given = awaited_number(&masks_given);
+        const uint32_t *masks = __atomic_load_n(&a->masks, __ATOMIC_ACQUIRE);
+        if (masks)
+            return masks;
+        await_change(&masks_given, given, spins);
+    }
 }
 
 EXPORT void charonia_provide_masks(StepArguments *a, const uint32_t *masks)
 {
     __atomic_store_n(&a->masks, masks, __ATOMIC_RELEASE);
+    __atomic_add_fetch(&masks_given.number, 1, __ATOMIC_SEQ_CST);
+    wake_sleepers(&masks_given);
 }
 
 static void sample(Team *team, const Operation *o, const StepLayout *l)

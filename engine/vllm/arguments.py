@@ -36,7 +36,6 @@ ELSEWHERE = {
     "enable_log_requests": "--log-info is on by default",
     "guided_decoding_backend": "one library holds answers to a form, llguidance",
     "structured_outputs_config": "one library holds answers to a form, llguidance",
-    "limit_mm_per_prompt": "the parameter of that name in config.pbtxt",
     "async_scheduling": "the parameter 'ahead' in config.pbtxt; on a GPU it is 1",
     "otlp_traces_endpoint": "--otlp-traces-endpoint is for all models",
     "generation_config": "parameters that a request leaves out have vLLM's defaults",
@@ -73,6 +72,8 @@ OWN_NAMES: Mapping[str, str] = {
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
+    "limit_mm_per_prompt": "limit_mm_per_prompt",
+    "mm_processor_kwargs": "mm_processor_kwargs",
     "tool_call_parser": "tool_call_parser",
     "reasoning_parser": "reasoning_parser",
 }

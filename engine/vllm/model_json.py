@@ -116,7 +116,7 @@ def _setting(name: str, value: Any) -> dict[str, Any]:
     """The setting of one argument; none where it is null."""
     if value is None:
         return {}
-    if name == _SPECULATION:
+    if isinstance(value, dict):
         value = msgspec.json.encode(value).decode()
     try:
         return parse_settings({OWN_NAMES[name]: value}, EngineOptions).given()

@@ -101,6 +101,8 @@ def _engine_default(option: str) -> Any:
         return engine_config("m", EngineOptions()).scheduler.ahead
     if option == "limit_mm_per_prompt":
         return ",".join(f"{kind}={count}" for kind, count in MediaConfig().per_prompt.items())
+    if option == "mm_processor_kwargs":
+        return MediaConfig().processor_settings
     plain: dict[str, Any] = {"executor": "fake"} if option.startswith("fake_") else {}
     plain |= {"enable_lora": True} if option.startswith("max_lora") else {}
     untouched = dict(_leaves(engine_config("m", EngineOptions(**plain))))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from charonia.bench.load.driver import OK
-from charonia.bench.server_process import ServerAddress
+from charonia.bench.server_process import ServerAddress, fetch_metrics
 from charonia.processes.host import _LARGE
 
 from ..proofs import (
@@ -18,6 +18,7 @@ from ..proofs import (
     kills,
     large_answers,
     overload,
+    pictures,
     pipelines,
     processes,
     python_models,
@@ -25,6 +26,7 @@ from ..proofs import (
 )
 from ..proofs import stalls as proof_stalls
 from ..proofs.fake_load import fake_server
+from ..proofs.neighbours import neighbours
 from ..proofs.process_stats import read_server_stats
 
 
@@ -142,3 +144,17 @@ def test_an_overload_is_answered_or_refused() -> None:
 def test_a_quiet_tenant_is_served_beside_a_flood() -> None:
     with fake_server(fairness.ENGINE, *fairness.FLAGS) as place:
         assert fairness.quiet_tenant_ttft(place, 8, 40, seconds=0.5) > 0
+
+
+def test_streams_go_on_beside_pictures() -> None:
+    tiny = pictures.SeeingShape({"max_position_embeddings": 4096}, {}, {})
+    texts = [[pictures.stream_body(f"Stream {number}.", tokens=3000)] for number in range(3)]
+    bodies = [pictures.question(pictures.image_part((256, 192), number)) for number in range(4)]
+    with pictures.seeing_server(tiny) as place, neighbours(place, texts, bodies, seconds=30) as load:
+        gaps: list[float] = []
+        while len(gaps) < len(texts):
+            gaps += load.gaps()
+        assert len(load.send_others()) == len(bodies)
+        assert load.gaps()
+        encoded = f'charonia_tower_images_total{{model="{pictures.NAME}",version="1"}} {len(bodies)}'
+        assert encoded in fetch_metrics(place)

@@ -80,6 +80,7 @@ ALL = {
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
     "kv_events_config": "{}",
     "limit_mm_per_prompt": '{"image": 3, "video": 0}',
+    "mm_processor_kwargs": '{"size": {"longest_edge": 56}, "max_pixels": 1000}',
     "media_path": "/pictures",
     "media_domains": "a.example, b.example",
     "media_max_bytes": "1000",
@@ -165,6 +166,7 @@ def test_every_name_arrives() -> None:
             processes=3,
             cache_bytes=0,
             share_cache=True,
+            processor_settings='{"max_pixels":1000,"size":{"longest_edge":56}}',
         ),
     )
     # One stands for another name, one for prefix caching.
@@ -196,6 +198,14 @@ def test_a_wrong_limit_of_images_is_refused(written: str, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refusal:
         engine_config("x", EngineOptions(limit_mm_per_prompt=written))
     assert refusal.value.field == "limit_mm_per_prompt"
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", "max_pixels=1000"])
+def test_settings_of_a_processor_are_an_object(written: str) -> None:
+    with pytest.raises(InvalidArgument, match="mm_processor_kwargs must be a JSON object, got") as refusal:
+        engine_config("x", EngineOptions(mm_processor_kwargs=written))
+    assert refusal.value.field == "mm_processor_kwargs"
+    assert engine_config("x", EngineOptions(mm_processor_kwargs="{}")).media.processor_settings == ""
 
 
 def test_limits_of_media_are_by_kind() -> None:

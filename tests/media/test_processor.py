@@ -180,6 +180,54 @@ def test_what_is_no_option_of_a_processor_is_named(
     assert refusal.value.field == "mm_processor_kwargs"
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2.5-vl", {"max_pixels": 25088}),
+        ("qwen3-vl", {"size": {"longest_edge": 3136}}),
+        ("pixtral", {"size": {"longest_edge": 168}}),
+        ("internvl", {"crop_to_patches": False}),
+        ("gemma4", {"max_soft_tokens": 140}),
+    ],
+)
+def test_settings_of_an_operator_stand_in_place_of_the_checkpoints(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    checkpoint = write_processor(tmp_path, family)
+    own, told = ImageProcessor(checkpoint), ImageProcessor(checkpoint, settings)
+    image = picture(200, 180)
+    wanted = own.process(image, own.options.settings(settings, bounded=False))
+    result = told.process(image)
+    assert result.placeholder == wanted.placeholder != own.process(image).placeholder
+    assert result.inputs.keys() == wanted.inputs.keys()
+    for name, array in result.inputs.items():
+        assert np.array_equal(array, wanted.inputs[name]), name
+    assert told.settings != own.settings
+
+
+def test_requests_may_ask_for_less_than_an_operator(tmp_path: Path) -> None:
+    processor = ImageProcessor(write_processor(tmp_path, "qwen2.5-vl"), {"max_pixels": 25088})
+    assert processor.options.settings({"max_pixels": 25088})["size"]["longest_edge"] == 25088
+    with pytest.raises(InvalidArgument, match="max_pixels may be at most 25088"):
+        processor.options.settings({"max_pixels": 25089})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("gemma3", {"max_pixels": 784}, "max_pixels is none of this model's"),
+        ("qwen2.5-vl", {"max_pixels": "many"}, "max_pixels must be a positive whole number"),
+        ("gemma4", {"max_soft_tokens": 141}, "mm_processor_kwargs: .*141"),
+    ],
+)
+def test_a_wrong_setting_of_an_operator_is_named(
+    tmp_path: Path, family: str, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=problem) as refusal:
+        ImageProcessor(write_processor(tmp_path, family), settings)
+    assert refusal.value.field == "mm_processor_kwargs"
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", [family for family in PROCESSORS if family != "idefics2"])
 def test_a_placeholder_of_rows_is_that_of_an_image(tmp_path: Path, family: str) -> None:

@@ -141,10 +141,10 @@ def question(*parts: dict[str, Any], tokens: int = 4, **fields: Any) -> dict[str
     return {"model": NAME, "messages": [{"role": "user", "content": content}], **asked, **fields}
 
 
-def _stream(text: str) -> dict[str, Any]:
+def stream_body(text: str, tokens: int = 1000) -> dict[str, Any]:
     """The body of a long streamed chat, of which a chunk comes for each token: half a character has no text, but a
     log-probability."""
-    return question({"type": "text", "text": text}, tokens=1000, logprobs=True)
+    return question({"type": "text", "text": text}, tokens=tokens, logprobs=True)
 
 
 async def _ask(place: ServerAddress, body: dict[str, Any]) -> float:
@@ -155,7 +155,7 @@ async def _ask(place: ServerAddress, body: dict[str, Any]) -> float:
 def measure_gaps(place: ServerAddress, seconds: float, pictures: int = _PICTURES, patience: float = _PATIENCE) -> Gaps:
     """The gaps of streams alone for so long, and while pictures come, with `patience` for these."""
     asyncio.run(_ask(place, question(image_part(_LARGE, 0))))  # what is done for the first time takes longer
-    texts = [[_stream(f"Stream {number}, {turn}.") for turn in range(_TURNS)] for number in range(_STREAMS)]
+    texts = [[stream_body(f"Stream {number}, {turn}.") for turn in range(_TURNS)] for number in range(_STREAMS)]
     bodies = [question(image_part(_LARGE, number)) for number in range(1, pictures + 1)]
     with neighbours(place, texts, bodies, patience) as load:
         load.gaps()

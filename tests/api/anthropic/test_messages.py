@@ -314,6 +314,7 @@ async def test_sampling_and_what_changes_nothing(client: httpx.AsyncClient, gate
         "service_tier": "auto",
         "context_management": {"edits": []},
         "container": None,
+        "mirostat": 0,
     }
     asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["a", "b"], "seed": 3, "timeout": 2.0}
     assert (await client.post(MESSAGES, json=HI | asked | common)).status_code == 200

@@ -122,7 +122,7 @@ OFF = (
 """Numbers that frontends of llama.cpp and text-generation-webui always send, and that are off at 0."""
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 async def test_a_sampler_that_is_off_asks_for_nothing(client: httpx.AsyncClient, path: str) -> None:
     for off in (0, 0.0, False):
         answer = await client.post(path, json={"model": "llm"} | ENDPOINTS[path][0] | dict.fromkeys(OFF, off))

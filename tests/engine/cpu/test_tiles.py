@@ -141,10 +141,12 @@ def test_products_of_int8_are_other_levels_bits(other_levels: list[torch.Tensor]
 
 
 def int4_products() -> Iterator[torch.Tensor]:
-    """Of matrices in one chunk and in some, by rows in one block and in some. Up to eight rows need no tiles."""
+    """Of matrices in one chunk and in some, by rows in one block and in some. Up to fifteen rows need no tiles, in
+    short spans up to thirty-one."""
     for form in (each for each in FORMS if each[0] == 4):
         dtypes = (torch.bfloat16, torch.float32)
-        for shape, counts in (((70, 333), (9, 16, 32, 33, 300)), ((40, 6000), (40,))):
+        few = (16, 17) if form[1] == 128 else ()
+        for shape, counts in (((70, 333), (*few, 32, 33, 300)), ((40, 6000), (40,))):
             product, _, _ = made(form_of(form, shape, *(dtypes if form[2] == "none" else reversed(dtypes))))
             yield from (product(rows_of(count, shape[1], product.form.x)) for count in counts)
 

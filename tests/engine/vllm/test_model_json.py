@@ -41,6 +41,8 @@ def test_arguments_become_our_settings(tmp_path: Path) -> None:
         "num_gpu_blocks_override": 64,
         "kv_cache_memory_bytes": 1000,
         "enable_prefix_caching": "false",
+        "limit_mm_per_prompt": {"image": 4},
+        "mm_processor_kwargs": {"max_pixels": 1000},
     }
     found = read(tmp_path, HUB | given, threads="2", REPORT_CUSTOM_METRICS="true", ENABLE_VLLM_HEALTH_CHECK="yes")
     assert found.parameters == {
@@ -51,6 +53,8 @@ def test_arguments_become_our_settings(tmp_path: Path) -> None:
         "kv_cache_blocks": 64,
         "kv_cache_bytes": 1000,
         "prefix_caching": False,
+        "limit_mm_per_prompt": '{"image":4}',
+        "mm_processor_kwargs": '{"max_pixels":1000}',
         "threads": "2",
     }
     assert not found.idle
