@@ -22,6 +22,9 @@ _OPTIONS = {
     "crop_to_patches": _FLAG,
     "min_patches": _COUNT,
     "max_patches": _COUNT,
+    "do_pan_and_scan": _FLAG,
+    "pan_and_scan_max_num_crops": _COUNT,
+    "pan_and_scan_min_crop_size": _COUNT,
     "max_soft_tokens": _COUNT,
     "min_image_tokens": _COUNT,
     "max_image_tokens": _COUNT,
@@ -29,6 +32,10 @@ _OPTIONS = {
 """What is taken of processors that have it, and of which kind it is."""
 _SIDES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Older names of what is within a size."""
+_COSTLY_FLAGS = ("do_pan_and_scan",)
+"""What makes several images of one, and is off in published checkpoints."""
+_OPERATORS = ("pan_and_scan_min_crop_size",)
+"""What makes more of an image where it is less."""
 _BOUNDED_BY = {"shortest_edge": "longest_edge", "min_patches": "max_patches", "min_image_tokens": "max_image_tokens"}
 """The least of something -> the most of it, which bounds both."""
 _UNTOLD_MOST = 12
@@ -64,6 +71,10 @@ class ImageOptions:
                 raise _refusal(name, f"is none of this model's: {', '.join(self._names) or 'it has none'}")
             if not _is_of_kind(value, _OPTIONS[name]):
                 raise _refusal(name, f"must be {_OPTIONS[name]}, got {msgspec.json.encode(value).decode()}")
+            if bounded and (
+                name in _OPERATORS or (name in _COSTLY_FLAGS and value > bool(getattr(self._images, name)))
+            ):
+                raise _refusal(name, "is the operator's to set, by --mm-processor-kwargs")
         sides = {side: settings[name] for name, side in _SIDES.items() if name in settings}
         size = settings.get("size", {}) | sides
         if strange := size.keys() - self._size.keys():

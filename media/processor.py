@@ -78,8 +78,12 @@ class ImageProcessor:
         self._own: Mapping[str, Any] = {}
         """An operator's settings, said with each image, too: some classes have defaults there."""
         if settings:
-            self._own = ImageOptions(processor.image_processor).settings(settings, bounded=False)
-            processor.image_processor = _with_settings(processor.image_processor, self._own)
+            images = processor.image_processor
+            self._own = ImageOptions(images).settings(settings, bounded=False)
+            try:
+                processor.image_processor = type(images).from_dict(images.to_dict() | self._own)
+            except (ValueError, TypeError) as error:
+                raise InvalidArgument(f"{SETTINGS_FIELD}: {error}", field=SETTINGS_FIELD) from error
         name = type(processor).__mro__[1].__name__
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
@@ -97,6 +101,17 @@ class ImageProcessor:
         self.patch = int(patch if isinstance(patch, int) else (patch or {}).get("height", _PATCH))
         """Pixels along a side of a patch."""
         self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
+        if settings:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Raises `InvalidArgument` by their field if the processor does not work with an operator's settings."""
+        from PIL import Image
+
+        try:
+            self.process(Image.new("RGB", (_SAMPLE_SIDES[0],) * 2))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{SETTINGS_FIELD}: {error.message}", field=SETTINGS_FIELD) from error
 
     def row_text(self) -> tuple[str, str, str] | None:
         """As of `MediaFacts`, by the placeholders of images that are made for it."""
@@ -144,19 +159,6 @@ class ImageProcessor:
         inputs = {name: np.asarray(value) for name, value in features.items() if name not in _TEXT_INPUTS}
         time, height, width = _grid(inputs) if self.gridded else (0, 0, 0)
         return ProcessedMedium(inputs, placeholder, (time, height // self._merge, width // self._merge))
-
-
-def _with_settings(images: Any, settings: Mapping[str, Any]) -> Any:
-    """A processor of images with an operator's settings in place of its own. Raises `InvalidArgument` if it does not
-    work with them."""
-    from PIL import Image
-
-    try:
-        changed = type(images).from_dict(images.to_dict() | dict(settings))
-        changed([Image.new("RGB", (_SAMPLE_SIDES[0],) * 2)], return_tensors="np")
-    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        raise InvalidArgument(f"{SETTINGS_FIELD}: {error}", field=SETTINGS_FIELD) from error
-    return changed
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

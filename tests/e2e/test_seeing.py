@@ -6,7 +6,7 @@ import io
 import json
 import queue
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     return {name: write_seeing(folder / name, name) for name in sorted({NAME, *chosen})}
 
 
-def serve_one(folder: Path, name: str, checkpoint: Path, *flags: str) -> AbstractContextManager[Server]:
-    write_model(folder / "models", name, checkpoint, max_num_seqs=4, dtype="float32")
+def serve_one(
+    folder: Path, name: str, checkpoint: Path, *flags: str, **parameters: str
+) -> AbstractContextManager[Server]:
+    write_model(folder / "models", name, checkpoint, max_num_seqs=4, dtype="float32", **parameters)
     return serving(folder / "t", "--model-repository", str(folder / "models"), *flags)
 
 
@@ -164,7 +166,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path
 def right(checkpoints: dict[str, Path]) -> Callable[..., str]:
     """What transformers generates greedily for the chat, through the checkpoint's processor."""
 
-    def generate(name: str, weights: Path | None = None) -> str:
+    def generate(name: str, weights: Path | None = None, settings: Mapping[str, Any] = {}) -> str:
         model: Any = AutoModelForImageTextToText.from_pretrained(weights or checkpoints[name], dtype=torch.float32)
         model.generation_config.eos_token_id = None
         processor = ImageProcessor(checkpoints[name])
@@ -175,7 +177,8 @@ def right(checkpoints: dict[str, Path]) -> Callable[..., str]:
         text = tokenizer._render(chat, MediaText({"image": processor.token}, (("image", ""), ("image", ""))))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # GLM's makes an array of a tensor
-            features = processor._processor(images=[*map(Image.fromarray, IMAGES)], text=[text], return_tensors="pt")
+            images = [*map(Image.fromarray, IMAGES)]
+            features = processor._processor(images=images, text=[text], return_tensors="pt", images_kwargs=settings)
         out = model.generate(**features, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         return tokenizer.decode(out[0, features["input_ids"].shape[1] :].tolist())
 
@@ -221,6 +224,19 @@ def test_others_say_what_transformers_says(
         check_answers(running, name, right(name))
         if name in ("idefics3", "lfm2-vl", "mistral3", "smolvlm"):
             check_rows(running, name, checkpoints[name])
+        assert running.stop() == 0, running.said
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_crops_beside_an_image(
+    checkpoints: dict[str, Path], right: Callable[..., str], tmp_path: Path, name: str
+) -> None:
+    """As the operator asks for them."""
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20, "pan_and_scan_max_num_crops": 3}
+    told = json.dumps(crops).replace('"', r"\"")
+    with serve_one(tmp_path, name, checkpoints[name], mm_processor_kwargs=told) as running:
+        check_answers(running, name, right(name, settings=crops))
         assert running.stop() == 0, running.said
 
 

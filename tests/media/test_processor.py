@@ -17,6 +17,13 @@ from tests.image_processors import PROCESSORS, write_processor
 from .pictures import picture
 from .processor_answers import WHOLE, ComparedImage, compare_processors
 
+CROPS = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 20,
+    "pan_and_scan_max_num_crops": 3,
+}
+"""Which leave a small image of Gemma 3's in several pieces."""
+
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[LimitedProcess]:
@@ -147,7 +154,9 @@ def test_options_of_a_request_are_those_of_the_processor(
 @pytest.mark.parametrize(
     ("family", "options", "problem"),
     [
-        ("gemma3", {"size": {"height": 56, "width": 56}}, "size is none of this model's: it has none"),
+        ("gemma3", {"size": {"height": 56, "width": 56}}, "size is none of this model's: do_pan_and_scan, pan_and_sc"),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is the operator's to set, by --mm-processor-kwargs"),
+        ("gemma3", {"pan_and_scan_min_crop_size": 300}, "min_crop_size is the operator's to set"),
         ("internvl", {"size": {"height": 112, "width": 112}}, "size is none of this model's: crop_to_patches, min_"),
         ("idefics3", {"size": {"longest_edge": 56, "height": 9}}, "size has height, and may have longest_edge"),
         ("smolvlm", {"do_image_splitting": 0}, "do_image_splitting must be a boolean, got 0"),
@@ -188,6 +197,7 @@ def test_what_is_no_option_of_a_processor_is_named(
         ("pixtral", {"size": {"longest_edge": 168}}),
         ("internvl", {"crop_to_patches": False}),
         ("gemma4", {"max_soft_tokens": 140}),
+        ("gemma3", CROPS),
     ],
 )
 def test_settings_of_an_operator_stand_in_place_of_the_checkpoints(
@@ -195,7 +205,7 @@ def test_settings_of_an_operator_stand_in_place_of_the_checkpoints(
 ) -> None:
     checkpoint = write_processor(tmp_path, family)
     own, told = ImageProcessor(checkpoint), ImageProcessor(checkpoint, settings)
-    image = picture(200, 180)
+    image = picture(240, 110)
     wanted = own.process(image, own.options.settings(settings, bounded=False))
     result = told.process(image)
     assert result.placeholder == wanted.placeholder != own.process(image).placeholder
@@ -206,6 +216,10 @@ def test_settings_of_an_operator_stand_in_place_of_the_checkpoints(
 
 
 def test_requests_may_ask_for_less_than_an_operator(tmp_path: Path) -> None:
+    cropping = ImageProcessor(write_processor(tmp_path / "gemma3", "gemma3"), CROPS)
+    assert cropping.options.settings({"do_pan_and_scan": False}) == {"do_pan_and_scan": False}
+    with pytest.raises(InvalidArgument, match="max_num_crops may be at most 3"):
+        cropping.options.settings({"pan_and_scan_max_num_crops": 4})
     processor = ImageProcessor(write_processor(tmp_path, "qwen2.5-vl"), {"max_pixels": 25088})
     assert processor.options.settings({"max_pixels": 25088})["size"]["longest_edge"] == 25088
     with pytest.raises(InvalidArgument, match="max_pixels may be at most 25088"):
