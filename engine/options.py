@@ -173,7 +173,7 @@ class EngineOptions:
     """Images and sounds that a prompt may have, as in image=4; 0 for none."""
     mm_processor_kwargs: str | None = None
     """Settings that the checkpoint's processor of images has in place of its own, a JSON object, as in
-    {"max_pixels": 1003520}. Requests may ask for less."""
+    `{"max_pixels": 1003520}`. Requests may ask for less."""
     media_path: str | None = None
     """Directory below which file: URLs of images and sounds may lead; unset: none may."""
     media_domains: str | None = None

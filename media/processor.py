@@ -75,15 +75,6 @@ class ImageProcessor:
             self._processor = processor = _load(checkpoint)
         except (ImportError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidArgument(f"{checkpoint}: its processor of images cannot be loaded: {error}") from error
-        self._own: Mapping[str, Any] = {}
-        """An operator's settings, said with each image, too: some classes have defaults there."""
-        if settings:
-            images = processor.image_processor
-            self._own = ImageOptions(images).settings(settings, bounded=False)
-            try:
-                processor.image_processor = type(images).from_dict(images.to_dict() | self._own)
-            except (ValueError, TypeError) as error:
-                raise InvalidArgument(f"{SETTINGS_FIELD}: {error}", field=SETTINGS_FIELD) from error
         name = type(processor).__mro__[1].__name__
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or not hasattr(processor, "image_token_ids"):
@@ -93,25 +84,39 @@ class ImageProcessor:
         known = tuple(number for number in processor.image_token_ids if number is not None)
         self.token_ids = known or (_token_id(processor.tokenizer, token),)
         self._row = str(processor.tokenizer.convert_ids_to_tokens(self.token_ids[0]))
-        decisive = f"{name} {processor.image_processor.to_json_string()} {self.token} {self.token_ids}"
-        self.settings = sha256(decisive.encode()).digest()
         self.gridded = str(read_json(checkpoint / "config.json").get("model_type")) in PLACED_FAMILIES
+        self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
+        self._operators_settings: Mapping[str, Any] = {}
+        """Said with each image, too: some classes have defaults there that come before the configuration."""
+        if settings:
+            self._apply(settings)
         images = processor.image_processor
+        decisive = f"{name} {images.to_json_string()} {self.token} {self.token_ids}"
+        told = msgspec.json.encode(self._operators_settings, order="sorted") if settings else b""
+        self.settings = sha256(decisive.encode() + told).digest()
         patch = getattr(images, "encoder_patch_size", None) or getattr(images, "patch_size", None)
         self.patch = int(patch if isinstance(patch, int) else (patch or {}).get("height", _PATCH))
         """Pixels along a side of a patch."""
-        self._merge = int(getattr(processor.image_processor, "merge_size", 1) or 1)
-        if settings:
-            self._check_settings()
 
-    def _check_settings(self) -> None:
-        """Raises `InvalidArgument` by their field if the processor does not work with an operator's settings."""
+    def _apply(self, settings: Mapping[str, Any]) -> None:
+        """Put an operator's settings in place of the checkpoint's. Raises `InvalidArgument` by their field if it is
+        they that do not work."""
+        self._process_samples()
+        images = self._processor.image_processor
+        self._operators_settings = ImageOptions(images).settings(settings, bounded=False)
+        try:
+            self._processor.image_processor = type(images).from_dict(images.to_dict() | self._operators_settings)
+            self._process_samples()
+        except (InvalidArgument, ValueError, TypeError) as error:
+            message = error.message if isinstance(error, InvalidArgument) else str(error)
+            raise InvalidArgument(f"{SETTINGS_FIELD}: {message}", field=SETTINGS_FIELD) from error
+
+    def _process_samples(self) -> None:
         from PIL import Image
 
-        try:
-            self.process(Image.new("RGB", (_SAMPLE_SIDES[0],) * 2))
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{SETTINGS_FIELD}: {error.message}", field=SETTINGS_FIELD) from error
+        small, large = _SAMPLE_SIDES
+        for size in ((small, small), (large, large), (large, large // 4)):
+            self.process(Image.new("RGB", size))
 
     def row_text(self) -> tuple[str, str, str] | None:
         """As of `MediaFacts`, by the placeholders of images that are made for it."""
@@ -130,10 +135,12 @@ class ImageProcessor:
     @cached_property
     def options(self) -> ImageOptions:
         """What requests may say of their images' sizes."""
-        return ImageOptions(self._processor.image_processor)
+        processor = self._processor
+        defaults = getattr(type(processor), "images_kwargs", {})
+        return ImageOptions(processor.image_processor, defaults, self._operators_settings)
 
     def process(self, image: Any, settings: Mapping[str, Any] = {}) -> ProcessedMedium:
-        """The result for an image of pillow's, in RGB, as the checkpoint has it but for `settings`, which are those
+        """The result for an image of pillow's, in RGB, as the model is served but for `settings`, which are those
         of `options`. Raises `InvalidArgument` for one that the processor refuses."""
         try:
             features = self._processor(
@@ -142,7 +149,7 @@ class ImageProcessor:
                 return_tensors="np",
                 padding=False,
                 return_text_replacement_offsets=True,
-                images_kwargs={**self._own, **settings},
+                images_kwargs={**self._operators_settings, **settings},
             )
             if (replacements := features.pop("text_replacement_offsets", None)) is None:
                 name = type(self._processor).__mro__[1].__name__

@@ -115,7 +115,7 @@ BUDGETS = {
     "telemetry": 3_025,
     "kvcache": 1_601,
     "tokenization": 4_106,
-    "media": 1_753,
+    "media": 1_762,
     "scheduler": 2_494,
     "engine": 31_835,
     "classic_backends": 8_920,

@@ -179,7 +179,7 @@ class ModelMedia:
 
     async def load(self, name: str, on_progress: OnProgress) -> None:
         """Load what media need. A model `name` that lacks some of it serves texts alone, and the log says
-        why. Raises what else the parts do, and leaves nothing running."""
+        why. Raises what else the parts do, an error that names an option among it, and leaves nothing running."""
         if self._services is None:
             return
         began = time.monotonic()
@@ -187,9 +187,7 @@ class ModelMedia:
             await _all([part.load() for part in self._parts])
         except BaseException as error:
             await self.unload()
-            if self._services.attended or not isinstance(error, (InvalidArgument, Unsupported)):
-                raise
-            if error.field is not None:  # an option is wrong, and not the checkpoint
+            if self._services.attended or not isinstance(error, (InvalidArgument, Unsupported)) or error.field:
                 raise
             log.warning("model '%s' takes no %s: %s", name, plural_nouns(self._services.kinds), error.message)
             for kind in self._services.kinds:

@@ -30,6 +30,7 @@ from charonia.engine.attention.selector import BACKENDS
 from charonia.engine.client import infer, request_parameters
 from charonia.engine.cpu import library
 from charonia.engine.options import EngineOptions, parse_settings
+from charonia.engine.vllm.arguments import OWN_NAMES
 
 from .flag_tables import option_rows, renewed
 
@@ -341,6 +342,11 @@ def test_every_field_of_a_message_stands_there(page: Any, codes: Any) -> None:
     no_ops = {*messages_request.NO_OP_VALUES} - FOREIGN_PARAMETERS
     known = fields | messages_request.IGNORED | no_ops
     assert sorted(known - told) == [], "say in docs/messages.md, 'The body', what they do"
+
+
+def test_every_engine_argument_of_model_json_stands_there(page: Any, codes: Any) -> None:
+    told = set(codes(page("repositories.md").text))
+    assert sorted(OWN_NAMES.keys() - told) == [], "say in docs/repositories.md that model.json may have them"
 
 
 def test_every_output_stands_there(page: Any) -> None:

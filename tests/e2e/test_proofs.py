@@ -148,13 +148,14 @@ def test_a_quiet_tenant_is_served_beside_a_flood() -> None:
 
 def test_streams_go_on_beside_pictures() -> None:
     tiny = pictures.SeeingShape({"max_position_embeddings": 4096}, {}, {})
-    texts = [[pictures.stream_body(f"Stream {number}.", tokens=3000)] for number in range(3)]
+    texts = [[pictures.stream_body(f"{turn}, {number}.", tokens=3000) for turn in range(9)] for number in range(3)]
     bodies = [pictures.question(pictures.image_part((256, 192), number)) for number in range(4)]
     with pictures.seeing_server(tiny) as place, neighbours(place, texts, bodies, seconds=30) as load:
-        gaps: list[float] = []
-        while len(gaps) < len(texts):
-            gaps += load.gaps()
+        before: list[float] = []
+        while len(before) < len(texts):
+            before += load.gaps()
         assert len(load.send_others()) == len(bodies)
-        assert load.gaps()
+        meanwhile = load.gaps()
+        assert len(meanwhile) > 20 * len(texts)
         encoded = f'charonia_tower_images_total{{model="{pictures.NAME}",version="1"}} {len(bodies)}'
         assert encoded in fetch_metrics(place)

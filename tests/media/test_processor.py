@@ -164,7 +164,7 @@ def test_options_of_a_request_are_those_of_the_processor(
         (
             "qwen2.5-vl",
             {"min_pixels": 20_000_000},
-            "min_pixels may be at most 12544, as the checkpoint has it, got 200",
+            "min_pixels may be at most 12544, as this model is served, got 200",
         ),
         ("qwen2.5-vl", {"max_pixels": 12545}, "kwargs.max_pixels may be at most 12544"),
         ("qwen3-vl", {"size": {"shortest_edge": 12545}}, "size.shortest_edge may be at most 12544"),
@@ -216,20 +216,50 @@ def test_settings_of_an_operator_stand_in_place_of_the_checkpoints(
 
 
 def test_requests_may_ask_for_less_than_an_operator(tmp_path: Path) -> None:
-    cropping = ImageProcessor(write_processor(tmp_path / "gemma3", "gemma3"), CROPS)
-    assert cropping.options.settings({"do_pan_and_scan": False}) == {"do_pan_and_scan": False}
+    gemma3 = write_processor(tmp_path / "gemma3", "gemma3")
+    cropping = ImageProcessor(gemma3, CROPS).options
+    assert cropping.settings({"do_pan_and_scan": False}) == {"do_pan_and_scan": False}
     with pytest.raises(InvalidArgument, match="max_num_crops may be at most 3"):
-        cropping.options.settings({"pan_and_scan_max_num_crops": 4})
+        cropping.settings({"pan_and_scan_max_num_crops": 4})
+    with pytest.raises(InvalidArgument, match="max_num_crops may be at most 4, as this model is served"):
+        ImageProcessor(gemma3, {"do_pan_and_scan": True}).options.settings({"pan_and_scan_max_num_crops": 5})
+    for family, settings, asked, problem in (
+        ("internvl", {"crop_to_patches": False}, {"crop_to_patches": True}, "is the operator's to set"),
+        ("smolvlm", {"do_image_splitting": False}, {"do_image_splitting": True}, "is the operator's to set"),
+        ("gemma4", {"max_soft_tokens": 140}, {"max_soft_tokens": 280}, "may be at most 140"),
+    ):
+        options = ImageProcessor(write_processor(tmp_path / family, family), settings).options
+        with pytest.raises(InvalidArgument, match=problem):
+            options.settings(asked)
     processor = ImageProcessor(write_processor(tmp_path, "qwen2.5-vl"), {"max_pixels": 25088})
     assert processor.options.settings({"max_pixels": 25088})["size"]["longest_edge"] == 25088
     with pytest.raises(InvalidArgument, match="max_pixels may be at most 25088"):
         processor.options.settings({"max_pixels": 25089})
 
 
+def test_a_setting_that_the_configuration_has_already_still_counts(tmp_path: Path) -> None:
+    """InternVL's class cuts images whatever the configuration says: an operator who forbids it has other images."""
+    checkpoint = write_processor(tmp_path, "internvl")
+    file = checkpoint / "preprocessor_config.json"
+    file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"crop_to_patches": False}))
+    own, told = ImageProcessor(checkpoint), ImageProcessor(checkpoint, {"crop_to_patches": False})
+    assert len(told.process(picture(200, 90)).inputs["pixel_values"]) == 1
+    assert len(own.process(picture(200, 90)).inputs["pixel_values"]) > 1
+    assert told.settings != own.settings
+
+
+def test_a_checkpoint_that_prepares_no_image_is_no_fault_of_a_setting(tmp_path: Path) -> None:
+    checkpoint = write_processor(tmp_path, "idefics2")
+    with pytest.raises(InvalidArgument, match="does not tell which text") as refusal:
+        ImageProcessor(checkpoint, {"size": {"longest_edge": 56}})
+    assert refusal.value.field is None
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "problem"),
     [
         ("gemma3", {"max_pixels": 784}, "max_pixels is none of this model's"),
+        ("pixtral", {"size": {"longest_edge": 1}}, "mm_processor_kwargs: "),
         ("qwen2.5-vl", {"max_pixels": "many"}, "max_pixels must be a positive whole number"),
         ("gemma4", {"max_soft_tokens": 141}, "mm_processor_kwargs: .*141"),
     ],

@@ -130,7 +130,7 @@ async def test_a_request_says_how_large_its_images_become(reader: MediaReader) -
         ('{"max_pixels":true}', "mm_processor_kwargs.max_pixels must be a positive whole number, got true"),
         ('{"size":784}', "mm_processor_kwargs.size must be an object of positive whole numbers, got 784"),
         ('{"size":{"longest_edge":"784"}}', "mm_processor_kwargs.size must be"),
-        ('{"min_pixels":1000000000}', "mm_processor_kwargs.min_pixels may be at most 12544, as the checkpoint has it"),
+        ('{"min_pixels":1000000000}', "mm_processor_kwargs.min_pixels may be at most 12544, as this model is served"),
     ):
         with pytest.raises(InvalidArgument, match=problem) as refusal:
             await reader.prepare(replace(sent, options=options), context())
@@ -149,7 +149,7 @@ async def test_options_cost_no_worker_its_life(tmp_path: Path) -> None:
         workers = set(reader._running)
         sent = source(file_of(picture(90, 50)))
         for options in ('{"max_patches":1000000}', '{"min_patches":1000000}'):
-            with pytest.raises(InvalidArgument, match="patches may be at most 4, as the checkpoint has it"):
+            with pytest.raises(InvalidArgument, match="patches may be at most 4, as this model is served"):
                 await reader.prepare(replace(sent, options=options), context())
         await reader.prepare(replace(sent, options='{"max_patches":4}'), context())
         assert reader._running == workers

@@ -196,6 +196,10 @@ async def test_a_model_that_lacks_what_images_need_reads_texts(caplog: pytest.Lo
         await media.read(CHAT, RequestContext("chat"), "")
     assert media.refusals == {"image": "no pillow"}
     assert await media.read("text", RequestContext("chat"), "") is None
+    wrong = _Parts(InvalidArgument("no such setting", field="mm_processor_kwargs"))
+    with pytest.raises(InvalidArgument, match="no such setting"):
+        await ModelMedia(MediaServices(wrong, wrong)).load("m", ignore)
+    assert wrong.unloads == 2
     broken = _Parts(MemoryError())
     with pytest.raises(MemoryError):
         await ModelMedia(MediaServices(broken, broken)).load("m", ignore)

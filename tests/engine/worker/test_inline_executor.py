@@ -1,7 +1,9 @@
 """The executor that computes in this process: loading, order, failure."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,9 +14,10 @@ import torch
 from charonia.core.errors import InvalidArgument
 from charonia.core.resolved_sampling import ResolvedSampling
 from charonia.engine.config import CacheConfig, EngineConfig
+from charonia.engine.cpu import library
 from charonia.engine.worker.executor import CacheCopies, CachePlaces
 from charonia.engine.worker.inline_executor import InlineExecutor
-from charonia.scheduler.plan import NewSequence, StepPlan
+from charonia.scheduler.plan import MaskArray, NewSequence, StepPlan
 
 NOBODY = np.zeros(0, dtype=np.int32)
 NOTHING = np.zeros((0, 2), dtype=np.int32)
@@ -81,6 +84,31 @@ def test_results_name_row_position_and_token(make: Make) -> None:
     assert (first.result().offsets.tolist(), second.result().offsets.tolist()) == ([8], [9])
     assert first.result().counts.tolist() == [1]
     assert {array.dtype for array in first.result()[1:5]} == {np.dtype(np.int32)}
+
+
+@pytest.mark.skipif(library.level() is None, reason="no C extension")
+def test_threads_that_wait_for_masks_sleep(make: Make) -> None:
+    """They take no CPU time meanwhile, in steps of two programs."""
+    waited = 0.3
+    used: list[float] = []
+
+    def masks(token: int) -> MaskArray:
+        time.sleep(0.05)  # the step is computed meanwhile
+        before = time.process_time()
+        time.sleep(waited)
+        used.append(time.process_time() - before)
+        mask = np.zeros((1, 384 // 32), np.int32)
+        mask[0, token // 32] = 1 << token % 32
+        return mask
+
+    engines = [make(cache=CacheConfig(block_size=16), threads=2) for _ in range(2)]
+    for engine in engines:
+        engine.load(lambda *_: None)
+        engine.allocate(4)
+    asked = plan(0, 0, 8, new=True)._replace(masked=np.array([0], np.int32))
+    steps = [engine.execute(asked, partial(masks, token)) for engine, token in zip(engines, (7, 300), strict=True)]
+    assert [step.result().tokens.tolist() for step in steps] == [[7], [300]]
+    assert max(used) < waited / 2
 
 
 @pytest.mark.parametrize("block_size", [8, 16], ids=["by torch", "by our kernels"])
