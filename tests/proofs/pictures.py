@@ -27,7 +27,6 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import psutil
 from cyclopts import App
 from PIL import Image
 from rich.console import Console
@@ -156,6 +155,12 @@ async def _ask(place: ServerAddress, body: dict[str, Any]) -> float:
     return await first_token(place, json.dumps(body).encode())
 
 
+def _processor_ticks() -> tuple[int, int]:
+    """The host's ticks of the processors' time, and all, since the machine started."""
+    ticks = [int(number) for number in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    return ticks[-1], sum(ticks)
+
+
 def measure_gaps(place: ServerAddress, seconds: float, pictures: int = _PICTURES, patience: float = _PATIENCE) -> Gaps:
     """The gaps of streams alone for so long, and while pictures come, with `patience` for these."""
     asyncio.run(_ask(place, question(image_part(_LARGE, 0))))  # what is done for the first time takes longer
@@ -167,12 +172,12 @@ def measure_gaps(place: ServerAddress, seconds: float, pictures: int = _PICTURES
         load.gaps()
         time.sleep(seconds)
         alone = load.gaps()
-        before = psutil.cpu_times()
+        before = _processor_ticks()
         firsts = load.send_others()
         beside = load.gaps()
-        after = psutil.cpu_times()
+        after = _processor_ticks()
     first = median(firsts) if firsts else inf
-    stolen = (after.steal - before.steal) / (sum(after) - sum(before))
+    stolen = (after[0] - before[0]) / (after[1] - before[1])
     tails = quantiles(alone, n=100)[-1], quantiles(beside, n=100)[-1]
     return Gaps(median(alone), *tails, first, len(firsts), stolen)
 
