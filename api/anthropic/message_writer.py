@@ -50,22 +50,31 @@ class BlockSplitter:
     def __init__(self) -> None:
         self._open: tuple[BlockKind, int] | None = None
 
-    def split(self, chunk: GenerateChunk) -> Iterator[BlockPiece]:
+    def split(self, chunk: GenerateChunk) -> list[BlockPiece]:
+        pieces: list[tuple[BlockKind, str, ToolCallDelta | None]] = []
         if chunk.reasoning:
-            yield self._piece("thinking", chunk.reasoning)
+            pieces.append(("thinking", chunk.reasoning, None))
         if chunk.text:
-            yield self.text_piece(chunk.text)
-        for call in chunk.tool_calls:
-            yield self._piece("tool_use", call.arguments, call)
+            pieces.append(("text", chunk.text, None))
+        pieces += [("tool_use", call.arguments, call) for call in chunk.tool_calls]
+        if len(pieces) > 1:
+            # Nobody knows the order: what is open goes on first, for a block that has ended cannot.
+            opened = self._open
+            pieces.sort(key=lambda piece: _block_of(piece[0], piece[2]) != opened)
+        return [self._piece(*piece) for piece in pieces]
 
     def text_piece(self, text: str) -> BlockPiece:
         """The one piece of a chunk that is nothing but text."""
         return self._piece("text", text)
 
     def _piece(self, kind: BlockKind, text: str, call: ToolCallDelta | None = None) -> BlockPiece:
-        block = kind, -1 if call is None else call.index
+        block = _block_of(kind, call)
         opens, self._open = block != self._open, block
         return BlockPiece(kind, text, opens, call)
+
+
+def _block_of(kind: BlockKind, call: ToolCallDelta | None) -> tuple[BlockKind, int]:
+    return kind, -1 if call is None else call.index
 
 
 class AnthropicMessageWriter:

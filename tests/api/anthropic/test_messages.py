@@ -118,6 +118,45 @@ async def test_events_add_up_to_the_answer(client: httpx.AsyncClient, gateway: A
     assert [built(middle, index) for index in range(4)] == CONTENT
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("chunks", "told"),
+    [
+        (  # the token that breaks a call off brings the last of its arguments, and is text itself
+            (
+                chunk(tool_calls=(ToolCallDelta(0, "c1", "clock", "{}"),)),
+                chunk("'", tool_calls=(ToolCallDelta(0, arguments=" "),)),
+            ),
+            [("tool_use", "c1", {}), ("text", "'")],
+        ),
+        (
+            (
+                chunk("So", tool_calls=(ToolCallDelta(0, "c1", "clock", "{"),)),
+                chunk("then", tool_calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "c2", "clock", "{"))),
+                chunk(tool_calls=(ToolCallDelta(1, arguments="}"),)),
+            ),
+            [("text", "So"), ("tool_use", "c1", {}), ("text", "then"), ("tool_use", "c2", {})],
+        ),
+        (
+            (chunk("So"), chunk(" it is", reasoning="hm"), chunk("!")),
+            [("text", "So it is"), ("thinking", "hm"), ("text", "!")],
+        ),
+    ],
+)
+async def test_what_is_open_goes_on_first_in_a_chunk_of_several_kinds(
+    client: httpx.AsyncClient, gateway: Any, chunks: Any, told: Any, stream: bool
+) -> None:
+    gateway.chunks = (*chunks, chunk(end=FinishReason.STOP))
+    response = await client.post(MESSAGES, json=HI | {"stream": stream})
+    if stream:
+        middle = events(response)[1:-2]
+        content = [built(middle, index) for index in range(middle[-1]["index"] + 1)]
+    else:
+        content = response.json()["content"]
+    members = {"tool_use": ("id", "input"), "text": ("text",), "thinking": ("thinking",)}
+    assert [(block["type"], *(block[name] for name in members[block["type"]])) for block in content] == told
+
+
 def built(middle: list[Any], index: int) -> dict[str, Any]:
     """A content block, put together of its events as a client does."""
     [block] = [each["content_block"] for each in middle if each["type"].endswith("start") and each["index"] == index]
