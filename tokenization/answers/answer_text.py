@@ -39,7 +39,7 @@ class ShortText:
 
 
 class Markers:
-    """Texts that divide an answer, possibly none. None of them contains another."""
+    """Texts that divide an answer, possibly none. None of them contains another, unless at its end."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
@@ -158,6 +158,10 @@ class AnswerText:
     def skip(self, size: int) -> str:
         """Read characters that were seen already."""
         return self._take(self._at + size)
+
+    def unread(self, text: str) -> None:
+        """Let a text come again that the last step read, and that is not kept."""
+        self._at -= len(text)
 
     def _search(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         return pattern.search(self._text, self._at)

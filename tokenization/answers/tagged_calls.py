@@ -150,39 +150,37 @@ class TaggedCalls:
             raise MalformedCall
         if self.value_begin:
             yield from text.spaces()
-            if not (yield from text.accept(self.value_begin)):
-                raise MalformedCall
+            yield from text.accept(self.value_begin)  # which models leave out
         text.release()
         sink(f"{json.dumps(key, ensure_ascii=False)}: ")
-        if self.lines:
-            yield from text.accept("\n")
+        if self.lines and (next_tag := (yield from text.accept(*self._next_tags, "\n"))) != "\n":
+            text.unread(next_tag)
         kinds = types.get(key, frozenset())
         if self.json_key_end:
             kinds = frozenset(("string",)) if mark == self.key_end else frozenset()
         if kinds == {"string"}:
-            yield from self._read_string(text, sink)
+            sink('"')
+            yield from self._read_value(text, lambda piece: sink(quoted(piece)))
+            sink('"')
             return
         pieces: list[str] = []
-        if not (yield from text.find(self._value_ends, pieces.append)):
+        yield from self._read_value(text, pieces.append)
+        sink(typed_argument("".join(pieces), kinds))
+
+    def _read_value(self, text: AnswerText, sink: Sink) -> Reading[None]:
+        """Give `sink` a value, and skip its end tag, or stop before the next tag if the model left that out."""
+        end = yield from text.find(self._value_ends, sink)
+        if not end:
             raise MalformedCall
-        value = "".join(pieces)
-        sink(typed_argument(value.removesuffix("\n") if self.lines else value, kinds))
+        if end in self._next_tags:
+            text.unread(end)
 
-    def _read_string(self, text: AnswerText, sink: Sink) -> Reading[None]:
-        """Read a text up to its end tag, without the line break before it where values stand on lines."""
-        waiting = ""
-
-        def write(piece: str) -> None:
-            nonlocal waiting
-            piece = waiting + piece
-            waiting = "\n" if self.lines and piece.endswith("\n") else ""
-            sink(quoted(piece.removesuffix(waiting)))
-
-        sink('"')
-        if not (yield from text.find(self._value_ends, write)):
-            raise MalformedCall
-        sink('"')
+    @cached_property
+    def _next_tags(self) -> tuple[str, ...]:
+        """What ends a value without its end tag. Only at the beginning of a line, for a value may tell of tags."""
+        return tuple(f"\n{tag}" for tag in (self.key_begin, self.call_end, self.end) if tag)
 
     @cached_property
     def _value_ends(self) -> Markers:
-        return Markers((self.value_end,))
+        closing = (f"\n{self.value_end}", self.value_end) if self.lines else (self.value_end,)
+        return Markers((*closing, *self._next_tags))

@@ -311,12 +311,66 @@ OTHERS = (
         "",
         (Call("now", '{"a": [1]'),),
     ),
+    # Tags that are left out: a value ends before the next tag that begins a line.
+    Answer(
+        "qwen3_coder",
+        "<tool_call><function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n5\n</parameter></function></tool_call>",
+        "",
+        (weather('{"city": "Paris", "days": 5}'),),
+    ),
+    Answer(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n5\n<parameter=city>\nParis\n\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>\nok",
+        "ok",
+        (weather('{"days": 5, "city": "Paris\\n"}'), NOW),
+    ),
+    Answer(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=note>\n<parameter=city>\nParis\n</tool_call>ok",
+        "ok",
+        (weather('{"note": "", "city": "Paris"}'),),
+    ),
+    Answer(
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=city>\nlike <parameter=a>\n </function> </tool_call>"
+        "\n</parameter>\n</function>",
+        "",
+        (weather('{"city": "like <parameter=a>\\n </function> </tool_call>"}'),),
+    ),
+    Answer(
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris\n<parameter=days>5\n</function>\n</seed:tool_call>",
+        "",
+        (weather('{"city": "Paris", "days": 5}'),),
+    ),
+    Answer(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris\n'
+        '<parameter name="days">5\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        (weather('{"city": "Paris", "days": 5}'), NOW),
+    ),
+    Answer(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">P'
+        'aris\n<｜DSML｜parameter name="days" string="false">5\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "",
+        (weather('{"city": "Paris", "days": 5}'),),
+    ),
     Answer(
         "glm45",
-        "<tool_call>now\n<arg_key>a</arg_key>so<arg_key>b",
-        "<arg_key>a</arg_key>so<arg_key>b",
-        (Call("now", "{"),),
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n<arg_key>days</arg_key>\n5\n</tool_call>",
+        "",
+        (weather('{"city": "Paris", "days": 5}'),),
     ),
+    Answer(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key>Paris</arg_value></tool_call>",
+        "",
+        (weather('{"city": "Paris"}'),),
+    ),
+    Answer("glm45", "<tool_call>now\n<arg_key>a</arg_key>so<arg_key>b", "", (Call("now", '{"a": '),)),
     Answer("glm45", "<tool_call>now\n<arg_key>b<", "<arg_key>b<", (Call("now", "{"),)),
     Answer(
         "seed_oss",

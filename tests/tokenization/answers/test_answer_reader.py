@@ -232,6 +232,7 @@ HOSTILE = {
     "nested": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [[[['),
     "long number": ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1111'),
     "values": ("qwen3_coder", "<function=now><parameter=a>\n</param"),
+    "values without end tags": ("qwen3_coder", "<function=now><parameter=a>\n</functio"),
     "keys": ("glm45", "<tool_call>now<arg_key>" + "x" * 20),
     "ids": ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>" + "x" * 20),
     "names": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 20),
