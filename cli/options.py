@@ -313,6 +313,8 @@ class GrpcOptions:
     `<protocol>[,<protocol>]:<key>=<value>`; may be given several times."""
     grpc_header_forward_pattern: str = ""
     """Regular expression; metadata whose name has a part that matches become parameters of requests."""
+    grpc_reflection: BooleanFlag = "false"
+    """Tell clients such as grpcurl the messages of the service; needs package grpcio-reflection."""
 
     @property
     def channel_options(self) -> tuple[tuple[str, int], ...]:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..api.api_keys import Keyring, load_keyring
@@ -13,7 +14,7 @@ from ..api.header_rules import HeaderForwarding, read_restrictions
 from ..api.http.rules import HttpRules, parse_allowed_hosts, parse_allowed_origins
 from ..api.tls import KeyPair, load_tls_files, parse_key_pair
 from ..api.triton.clouds import CloudEndpoint, sagemaker_endpoint, vertex_ai_endpoint
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, Unavailable
 from ..core.extension_contracts import ObserverExtension, RoutesPlan, ServerFacts
 from ..core.metrics import MetricFamily
 from ..processes.client_shared_memory import SharedMemoryRegistry
@@ -162,12 +163,15 @@ def parse_lora_root(options: AdapterOptions) -> Path | None:
 
 
 def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:
-    """Raises `InvalidArgument` for TLS files that are no good."""
+    """Raises `InvalidArgument` for TLS files that are no good, `Unavailable` for reflection without its package."""
     tls, mutual = None, is_true(options.grpc_use_ssl_mutual)
     if mutual or is_true(options.grpc_use_ssl):
         tls = load_tls_files(options.grpc_server_cert, options.grpc_server_key, options.grpc_root_cert, mutual)
     compression = options.grpc_infer_response_compression_level
-    return GrpcSettings(options.grpc_address, tls, compression, options.channel_options)
+    reflection = is_true(options.grpc_reflection)
+    if reflection and find_spec("grpc_reflection") is None:
+        raise Unavailable("--grpc-reflection needs package grpcio-reflection: pip install '.[reflection]'")
+    return GrpcSettings(options.grpc_address, tls, compression, options.channel_options, reflection)
 
 
 def parse_clouds(options: CloudOptions, environment: Mapping[str, str]) -> tuple[CloudEndpoint, ...]:

@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_897,
-    "api": 10_694,
+    "api": 10_704,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
@@ -130,7 +130,7 @@ BUDGETS = {
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_573,
-    "cli": 2_962,
+    "cli": 2_966,
     "extras/optimizer": 4_050,
     "inprocess": 1_692,
 }

@@ -1,5 +1,5 @@
 """Runs the gRPC services on a port that was reserved before: GRPCInferenceService of KServe's v2 protocol, with
-Triton's extensions, and grpc.health.v1.Health.
+Triton's extensions, grpc.health.v1.Health, and where it is asked for grpc.reflection.v1alpha.ServerReflection.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from .control_rpcs import BoundRpc
 from .inference_rpcs import answer_now, model_infer, model_stream_infer
 from .known_requests import KnownRequests
 from .messages import SHUTTING_DOWN, abort_call, check_message
+from .reflection import serve_reflection
 from .settings import GrpcCallPolicy, GrpcSettings, RpcContext, call_metadata
 from .wire_format import ProtoMessage, check_message_size
 
@@ -88,6 +89,8 @@ class GrpcServer:
         ]
         self._server = server = grpc.aio.server(options=options, compression=_COMPRESSION[self._settings.compression])
         server.add_generic_rpc_handlers((self._inference_service(), _health_service(self._lookup)))
+        if self._settings.reflection:
+            serve_reflection(server)
         try:
             if (tls := self._settings.tls) is None:
                 server.add_insecure_port(self._address)

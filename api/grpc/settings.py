@@ -41,12 +41,14 @@ _PROTOCOLS = {
 
 
 class GrpcSettings(NamedTuple):
-    """`compression` of responses: none, low, medium or high. `channel_options`: grpc's, by its names."""
+    """`compression` of responses: none, low, medium or high. `channel_options`: grpc's, by its names. `reflection`:
+    whether clients may ask for the messages of the service."""
 
     address: str
     tls: TlsFiles | None = None
     compression: str = "none"
     channel_options: Sequence[tuple[str, int]] = ()
+    reflection: bool = False
 
 
 def call_metadata(context: RpcContext) -> Sequence[tuple[str, Any]]:
