@@ -27,7 +27,8 @@ async def test_the_messages_of_the_service(gateway: Any) -> None:
     names = [service.name for service in listed.list_services_response.service]
     assert sorted(names) == ["grpc.reflection.v1alpha.ServerReflection", "inference.GRPCInferenceService"]
     files = [FileDescriptorProto.FromString(data) for data in described.file_descriptor_response.file_descriptor_proto]
-    assert "ModelStreamInfer" in {method.name for file in files for service in file.service for method in service.method}
+    methods = {method.name for file in files for service in file.service for method in service.method}
+    assert "ModelStreamInfer" in methods
     assert unknown.error_response.error_code == StatusCode.NOT_FOUND.value[0]
 
 
