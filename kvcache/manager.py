@@ -251,15 +251,20 @@ class KVCacheManager:
                 awaited = block_hash
         return awaited
 
-    def restore(self, table: BlockTable, known: int) -> None:
+    def restore(
+        self, table: BlockTable, known: int, describe: Callable[[int, int], None] = lambda first, end: None
+    ) -> None:
         """Let a table that `open` just made for `known` tokens also have the blocks that follow in the tiers, and set
-        the snapshot that it begins with. There must be room for all that it is to hold."""
+        the snapshot that it begins with. There must be room for all that it is to hold. `describe`: tells `events` what
+        the blocks from the first up to but not including the end stand for: of what has landed they know nothing."""
         if self.tiers is not None and not self.tiers.is_empty:
-            self._restore_from(self.tiers, table, table.promised[: (known - 1) // self.block_size])
+            self._restore_from(self.tiers, table, table.promised[: (known - 1) // self.block_size], describe)
         if self.states is not None and table.states:
             table.snapshot = self.states.restore(*reversed(table.states))
 
-    def _restore_from(self, tiers: BlockTiers, table: BlockTable, hashes: Sequence[bytes]) -> None:
+    def _restore_from(
+        self, tiers: BlockTiers, table: BlockTable, hashes: Sequence[bytes], describe: Callable[[int, int], None]
+    ) -> None:
         first = table.committed
         states = self.states
         resumable = None
@@ -270,6 +275,8 @@ class KVCacheManager:
         taken = self.groups.full * (end - first) + self.groups.sliding * min(self.window, end - first)
         if end <= first or taken > self._pool.free:
             return
+        if tiers.has_landed:
+            describe(first, end)
         tiers.use(hashes[first:end], self.span_blocks)  # what makes room for them is to take the place of others
         if states is not None and not states.bring_back(hashes[end - 1], table.states[-1:]):
             return

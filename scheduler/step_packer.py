@@ -4,6 +4,7 @@ Half-computed and waiting prompts are treated alike. Short ones go first, and lo
 own: neither is stuck behind the other. Knows no results, and no time but `PrefillBudget`'s.
 """
 
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from operator import mul
@@ -14,6 +15,7 @@ import numpy as np
 from ..core.metrics import SequenceState
 from .config import SchedulerConfig
 from .drafts.step_drafts import StepDrafts
+from .events.block_contents import block_contents
 from .packed_step import PackedStep
 from .plan import NO_ROWS, StepPlan, StepWork
 from .prefill_budget import LINE_LENGTH, PrefillBudget, PrefillLane, StepDemand, WaitingPrompt
@@ -260,7 +262,7 @@ class StepPacker:
             self._cache.close(table)
             self._rows.blocked = (sequence, free - spare)
             return
-        self._cache.restore(table, sequence.shareable_tokens)
+        self._cache.restore(table, sequence.shareable_tokens, partial(self._describe, sequence))
         if not sequence.uncut_chunk(table.cached, 1, self._budget_left):
             self._cache.close(table)
             self._short_of_tokens = True
@@ -271,6 +273,10 @@ class StepPacker:
         self._admitted_rows.append(row)
         self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)
+
+    def _describe(self, sequence: Sequence, first: int, end: int) -> None:
+        if self._cache.events is not None:
+            self._cache.events.describe(block_contents(sequence, first, end, self._cache.block_size))
 
     # Blocks
 

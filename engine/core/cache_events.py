@@ -83,9 +83,9 @@ class CacheEventRecorder:
 
     def stored(self, key: bytes, on_host: bool) -> None:
         digest, group = split_key(key)
-        block = self._known[digest]
-        block.places |= _place(group, on_host)
-        self._changes.append(CacheChange(block.content, group, on_host, stored=True))
+        if (block := self._known.get(digest)) is not None:  # of what was not described there is nothing to tell
+            block.places |= _place(group, on_host)
+            self._changes.append(CacheChange(block.content, group, on_host, stored=True))
 
     def written(self, key: bytes) -> None:
         """A block that can be found is written to a directory that servers share. Nobody learns here how long it stays
@@ -96,10 +96,11 @@ class CacheEventRecorder:
 
     def removed(self, key: bytes, on_host: bool) -> None:
         digest, group = split_key(key)
-        block = self._known[digest]
-        block.places &= ~_place(group, on_host)
-        self._touched.add(digest)
-        self._changes.append(CacheChange(block.content, group, on_host, stored=False))
+        block, place = self._known.get(digest), _place(group, on_host)
+        if block is not None and block.places & place:
+            block.places &= ~place
+            self._touched.add(digest)
+            self._changes.append(CacheChange(block.content, group, on_host, stored=False))
 
     @property
     def behind(self) -> bool:

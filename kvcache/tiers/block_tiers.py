@@ -35,7 +35,12 @@ class BlockTiers:
     def is_empty(self) -> bool:
         """Whether nothing can come from here now."""
         states = self._states
-        return not (self.host.size or self.landed or (states is not None and (states.host.size or states.landed)))
+        return not (self.host.size or self.has_landed or (states is not None and states.host.size))
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether images of blocks or states are on their way, or have landed."""
+        return bool(self.landed) or (self._states is not None and bool(self._states.landed))
 
     def is_findable(self, key: bytes) -> bool:
         """Whether a block can be had without computing it, on the device or from here."""

@@ -20,6 +20,7 @@ import numpy as np
 from cyclopts import App
 
 from charonia.core.metrics import ImageTotals
+from charonia.engine.core.cache_events import CacheEventRecorder, Changes
 from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import PrefixFetches
 from charonia.engine.worker.executor import Capacity
@@ -31,6 +32,8 @@ from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig, SnapshotRule
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
+
+from ..fuzz.cache_reader import FindableBlock, findable_blocks, short_hash
 
 BLOCK, LONGEST = 4, 96
 BUDGET = 150_000
@@ -51,6 +54,31 @@ class Shape(NamedTuple):
 PLAIN = Shape()
 
 
+class CacheFollower:
+    """A `ChangesPublisher` whose reader loses nothing."""
+
+    published = dropped = 0
+    has_room = True
+
+    def __init__(self) -> None:
+        self.blocks: set[FindableBlock] = set()
+
+    def publish(self, changes: Changes) -> bool:
+        for change in changes:
+            if change is None:
+                self.blocks.clear()
+                continue
+            if change.is_shared:
+                continue
+            block = FindableBlock(short_hash(change.content.digest), change.group, "CPU" if change.on_host else "GPU")
+            assert (block in self.blocks) != change.stored, "stored twice, or removed and never stored"
+            (self.blocks.add if change.stored else self.blocks.remove)(block)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
 class DirectoryServer:
     """A server without sockets: its operations are calls."""
 
@@ -62,6 +90,8 @@ class DirectoryServer:
         self._executor = FakeExecutor(capacity, block_size=BLOCK, threaded=False)
         blocks, snapshots = 40 * groups.total, 6 if shape.states else 0
         host = random.choice([0, 10])
+        self._follower = CacheFollower()
+        self._events = CacheEventRecorder(self._follower)
         self._executor.allocate(blocks, host, snapshots, host // 5 if shape.states else 0)
         self._cache = KVCacheManager(
             blocks,
@@ -71,6 +101,7 @@ class DirectoryServer:
             draft_states=0 if shape.states else None,
             groups=groups,
             host_snapshots=host // 5 if shape.states else 0,
+            events=self._events,
             landing=30,
             landing_states=3,
         )
@@ -86,7 +117,12 @@ class DirectoryServer:
         self._replies: SimpleQueue[Callable[[], None]] = SimpleQueue()
         shares = [settings.share(0, 1)]
         self._fetches = PrefixFetches(
-            DirectoryTier(self._cache), self._images, shares, self._replies.put, lambda tokens, context: 1e6
+            DirectoryTier(self._cache),
+            self._images,
+            shares,
+            self._replies.put,
+            lambda tokens, context: 1e6,
+            self._events.written,
         )
         self._next_key = 0
         self._open: dict[int, tuple[int, int]] = {}
@@ -131,8 +167,11 @@ class DirectoryServer:
                 last, new = self._open.pop(key)
                 assert self._answers.pop(key) == [*range(last + 1, last + 1 + new)], "a wrong answer"
                 self.answered += 1
+        self._events.flush()
 
     def check_integrity(self) -> None:
+        self._events.flush()
+        assert self._follower.blocks == findable_blocks(self._cache), "a router believes something else than is so"
         self._scheduler.check_integrity()
         self._fetches.check_integrity()
 

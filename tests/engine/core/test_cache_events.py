@@ -379,3 +379,15 @@ def test_the_random_worlds_differ() -> None:
     assert any(world.groups.sliding for world in worlds)
     assert any(world.host_blocks and world.snapshots for world in worlds)
     assert any(world.adapters for world in worlds)
+
+
+def test_what_was_never_described_is_not_told() -> None:
+    """And the step loop goes on."""
+    recorder = CacheEventRecorder(kept := KeptBatches())
+    recorder.flush()
+    recorder.stored(bytes(32), on_host=False)
+    recorder.removed(bytes(32), on_host=False)
+    recorder.describe([BlockContent(bytes(32), None, (1, 2, 3, 4))])
+    recorder.removed(bytes(32), on_host=True)
+    recorder.flush()
+    assert kept.batches == [[None]]
