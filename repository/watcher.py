@@ -6,6 +6,7 @@ All sources are read first; then models load side by side, as `lifecycle.py` des
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _READ_SECONDS = 30.0
 """How long the files of one model may keep the others waiting."""
+
+_MOST_LOOKS = 16
+"""The most looks at a repository from one attempt to load a model that fails to the next."""
 
 
 class LoadListener(Protocol):
@@ -60,10 +64,34 @@ class ReadSource(NamedTuple):
     release: Callable[[], None]
 
 
+@dataclass
+class LoadAttempt:
+    """The last attempt to load a model."""
+
+    mark: Hashable
+    """What it was made from, or why that cannot be read: another one is a change. None for a model to read again."""
+
+    failures: int = 0
+    """Attempts that failed one after the other, with this mark."""
+
+    looks_left: int = 0
+    """Looks at the repository that pass before the next attempt, if this one failed."""
+
+    reason: str = ""
+    """Why it failed."""
+
+    def record_failure(self) -> None:
+        """Let twice as many looks pass as before this failure."""
+        self.looks_left = min(2**self.failures, _MOST_LOOKS) - 1
+        self.failures += 1
+
+
 class RepositoryWatcher:
-    """Keeps the registry in step with the catalog. Remembers the source of each model's last attempt to load. With
-    `on_demand` it loads those alone that are in memory or pinned; requests load the others. It waits for no model whose
-    files hang, or, but for a `patient` start, whose load does, and looks at it again when that has ended."""
+    """Keeps the registry in step with the catalog. Remembers the last attempt to load each model. With `on_demand` it
+    loads those alone that are in memory or pinned; requests load the others. It waits for no model whose files hang,
+    or, but for a `patient` start, whose load does, and looks at it again when that has ended.
+
+    What failed is tried again, at the next look and then ever less often, at once when a model that it asks loads."""
 
     def __init__(
         self,
@@ -76,7 +104,7 @@ class RepositoryWatcher:
         self._catalog = catalog
         self._registry = registry
         self._lifecycle = lifecycle
-        self._last_tried: dict[str, Hashable] = {}
+        self._attempts: dict[str, LoadAttempt] = {}
         self._stalled: dict[str, asyncio.Task[float]] = {}
         self._unread: dict[str, asyncio.Task[ReadSource]] = {}
         self._routes, self._on_demand = routes, on_demand
@@ -114,8 +142,8 @@ class RepositoryWatcher:
             with self._routes.versions.coming(routes.values()):  # what they name is loaded before they are served
                 await self._load(names, listener)
                 await self._follow_routes(self._routes, routes)
-        for name in set(self._last_tried) - set(names):
-            del self._last_tried[name]
+        for name in set(self._attempts) - set(names):
+            del self._attempts[name]
             await self._lifecycle.unload(name)
 
     async def _load(self, names: Iterable[str], listener: LoadListener, in_memory: Collection[str] = ()) -> bool:
@@ -128,27 +156,31 @@ class RepositoryWatcher:
                 try:
                     read = await self._read_in_time(name, reading.pop(name, None), listener)
                 except CharoniaError as error:
-                    if self._is_changed(name, error.message):
+                    if self._is_due(name, error.message):
                         readable = False
+                        self._attempts[name] = LoadAttempt(error.message)
                         await self._record_unreadable(name, error)
                         listener.on_failed(name, error.message)
                 else:
                     source = read.source
                     steps = await self._lifecycle.run_blocking(self._catalog.steps_there, source)
                     wanted += sorted(steps.difference(wanted, self._registry.entries))
-                    if self._is_changed(name, source.versions):
-                        sources[name] = read
-                    else:
-                        read.release()
+                    sources[name] = read
         finally:
             for task in reading.values():
                 task.cancel()
         loads: dict[str, asyncio.Task[bool]] = {}
         async with asyncio.TaskGroup() as group:
             for source in in_order_of_need(read.source for read in sources.values()):
-                needed = [loads[name] for name in source.steps if name in loads]
+                name = source.name
+                needed = [loads[step] for step in source.steps if step in loads]
+                if not self._is_due(name, source.versions) and not (needed and self._attempts[name].failures):
+                    sources[name].release()
+                    continue
+                if name not in self._attempts or self._attempts[name].mark != source.versions:
+                    self._attempts[name] = LoadAttempt(source.versions)
                 load = self._describe_one if self._waits(source, in_memory) else self._load_one
-                loads[source.name] = group.create_task(load(sources[source.name], needed, listener))
+                loads[name] = group.create_task(load(sources[name], needed, listener))
         return readable and all(load.result() for load in loads.values())
 
     async def _read_in_time(
@@ -170,7 +202,7 @@ class RepositoryWatcher:
 
     def _end_reading(self, name: str, reading: "asyncio.Task[ReadSource]") -> None:
         del self._unread[name]
-        self._last_tried.pop(name, None)
+        self._attempts[name] = LoadAttempt(None)
         if not reading.cancelled() and reading.exception() is None:
             reading.result().release()
 
@@ -218,7 +250,7 @@ class RepositoryWatcher:
         load = asyncio.create_task(self._lifecycle.load(source, progress, read.release, on_stall))
         await _wait_until_done_or(stalled, load)
         if load.done():
-            return _report_end(source.name, listener, load)
+            return self._end_attempt(source.name, listener, load)
         self._stalled[source.name] = load
         self._lifecycle.cancel_at_exit(load)
         load.add_done_callback(partial(self._end_stalled, source.name, listener))
@@ -226,8 +258,34 @@ class RepositoryWatcher:
 
     def _end_stalled(self, name: str, listener: LoadListener, load: "asyncio.Task[float]") -> None:
         del self._stalled[name]
-        if not load.cancelled():
-            _report_end(name, listener, load)
+        if not load.cancelled() and self._end_attempt(name, listener, load):
+            for attempt in self._attempts.values():  # some of which may have needed it
+                attempt.looks_left = 0
+
+    def _end_attempt(self, name: str, listener: LoadListener, load: "asyncio.Task[float]") -> bool:
+        """Note how an attempt ended, and tell it; whether the model loaded."""
+        try:
+            seconds = load.result()
+        except LoadFailure as failure:
+            error = failure.cause
+            reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"
+            self._record_failure(name, reason, listener)
+            return False
+        self._record_success(name)
+        listener.on_loaded(name, seconds)
+        return True
+
+    def _record_success(self, name: str) -> None:
+        attempt = self._attempts.setdefault(name, LoadAttempt(None))
+        attempt.failures, attempt.reason = 0, ""
+
+    def _record_failure(self, name: str, reason: str, listener: LoadListener) -> None:
+        """Note that a model failed to load; the same failure of the same files is told once."""
+        attempt = self._attempts.setdefault(name, LoadAttempt(None))
+        attempt.record_failure()
+        if attempt.reason != reason:
+            listener.on_failed(name, reason)
+        attempt.reason = reason
 
     def _waits(self, source: ModelSource, in_memory: Collection[str]) -> bool:
         """Whether the model is to be loaded by a request."""
@@ -241,27 +299,20 @@ class RepositoryWatcher:
         try:
             await self._lifecycle.describe(*read)
         except LoadFailure as failure:
-            listener.on_failed(name, str(failure.cause))
+            self._record_failure(name, str(failure.cause), listener)
             return False
+        self._record_success(name)
         self._on_demand.forget_failure(name)
         listener.on_described(name)
         return True
 
-    def _is_changed(self, name: str, mark: Hashable) -> bool:
-        last, self._last_tried[name] = self._last_tried.get(name), mark
-        return last != mark
-
-
-def _report_end(name: str, listener: LoadListener, load: "asyncio.Task[float]") -> bool:
-    try:
-        seconds = load.result()
-    except LoadFailure as failure:
-        error = failure.cause
-        reason = error.message if isinstance(error, CharoniaError) else f"{type(error).__name__}: {error}"
-        listener.on_failed(name, reason)
-        return False
-    listener.on_loaded(name, seconds)
-    return True
+    def _is_due(self, name: str, mark: Hashable) -> bool:
+        """Whether a model is to be loaded at this look: new, changed, or failed and enough looks have passed."""
+        last = self._attempts.get(name)
+        if last is None or last.mark != mark:
+            return True
+        last.looks_left -= 1
+        return last.failures > 0 and last.looks_left < 0
 
 
 async def _wait_until_done_or(event: asyncio.Event, task: "asyncio.Task[float]") -> None:

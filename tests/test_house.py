@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_920,
     "ensembles": 1_200,
     "routing": 250,
-    "repository": 4_897,
+    "repository": 4_960,
     "api": 10_704,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,

@@ -36,6 +36,15 @@ input { name: "A" data_type: TYPE_INT32 dims: 1 }
 output { name: "A" data_type: TYPE_INT32 dims: 1 }
 """
 
+STEP = (
+    'step { model_name: "%s" model_version: -1 input_map { key: "A" value: "A" } output_map { key: "%s" value: "B" } }'
+)
+ENSEMBLE = """
+platform: "ensemble"
+input { name: "A" data_type: TYPE_INT32 dims: 1 }
+output { name: "B" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling { %s }
+"""
 
 _NO_SAMPLES = ModelSamples()
 
@@ -153,6 +162,10 @@ class World:
             (self.root / name / version / "answer").write_text(str(answer))
         (self.root / name / "config.pbtxt").write_text(config)
         return self.root / name
+
+    def write_ensemble(self, name: str, step: str, output: str = "A") -> Path:
+        """An ensemble that answers as its one step does, in whose place is another ensemble if it has an output B."""
+        return self.write(name, {"1": 0}, ENSEMBLE % (STEP % (step, output)))
 
     def explicit(self) -> None:
         self.gateway.model_control = ModelControl(self.catalog, self.gateway.registry, self.gateway.lifecycle)
