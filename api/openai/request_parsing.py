@@ -18,7 +18,6 @@ from .media_parts import unused_options
 from .schemas import (
     CHAT_NO_OP_VALUES,
     COMPLETION_NO_OP_VALUES,
-    RESPONSE_FORMAT_SHAPE,
     TOKENIZE_NO_OP_VALUES,
     ChatBody,
     CompletionBody,
@@ -28,6 +27,7 @@ from .schemas import (
     StringOrList,
     TokenizeBody,
 )
+from .text_constraints import RESPONSE_FORMAT_SHAPE
 
 _MAX_CHOICES = 128
 _MAX_ANSWERS = 1024

@@ -27,7 +27,8 @@ from .request_parsing import CHAT_FIELDS, THINKING_NOTES
 from .responses_input import ITEM_SHAPE, InputMessages, JsonObject, read_input
 from .responses_output import CallKind
 from .responses_tools import FUNCTION_SHAPE, ToolList
-from .schemas import CHAT_NO_OP_VALUES, RESPONSE_FORMAT_SHAPE, StreamOptions
+from .schemas import CHAT_NO_OP_VALUES, StreamOptions
+from .text_constraints import RESPONSE_FORMAT_SHAPE
 from .translated_chat import FieldNames, TranslatedChat, parse_translated
 
 LOGPROBS = "message.output_text.logprobs"
