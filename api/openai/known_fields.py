@@ -18,6 +18,20 @@ _MAX_NAMES = 64
 _MAX_PLACES = 24
 """Places that a warning tells of."""
 
+_OTHERS = frozenset(
+    (
+        "asr_options",
+        "mirostat_lr",
+        "models",
+        "parse_tool_calls",
+        "reasoning_format",
+        "search_options",
+        "thinking_budget",
+        "thinking_budget_tokens",
+    )
+)
+"""Names of other services' own fields: where they are not served they are ignored, though they look like ours."""
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -129,6 +143,8 @@ class _Search:
         return value if all(new is old for new, old in zip(inside, value, strict=True)) else inside
 
     def _misspelled(self, name: str, known: frozenset[str]) -> bool:
+        if name in _OTHERS:
+            return False
         self._names.add(name)
         if len(self._names) > _MAX_NAMES:
             raise InvalidArgument(f"the body has more than {_MAX_NAMES} different fields that are not known")

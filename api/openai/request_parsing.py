@@ -38,7 +38,13 @@ _COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFiel
 _NO_OPTIONS: Mapping[str, Any] = {}
 CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
 
+BUDGET_NOTES = {
+    "thinking_budget": "taken for thinking_token_budget",
+    "thinking_budget_tokens": "taken for thinking_token_budget",
+}
+"""Of Qwen's and llama.cpp's names."""
 THINKING_NOTES = {
+    **BUDGET_NOTES,
     "enable_thinking": "taken for chat_template_kwargs.enable_thinking",
     "thinking": "taken for chat_template_kwargs.enable_thinking and thinking_token_budget",
     "reasoning": "taken for reasoning_effort, chat_template_kwargs.enable_thinking and include_reasoning",
@@ -155,12 +161,13 @@ def _answer_options(fields: ChatBody, tools: ToolUse | None) -> dict[str, Any]:
         raise field_error(
             "separate_reasoning", "can't be false with tools: calls are told apart from the text with the reasoning"
         )
+    budget = fields.reasoning_budget
     predicted = "" if fields.prediction is None else content_text("prediction", fields.prediction.content, "")
     return {
         "reads_answer": reads,
         "tools": tools,
-        "thinking_budget": fields.thinking_budget,
-        "thinking_budget_optional": fields.thinking_budget is not None and fields.thinking_token_budget is None,
+        "thinking_budget": budget,
+        "thinking_budget_optional": budget is not None and fields.thinking_token_budget is None,
         "prediction": predicted,
     }
 

@@ -129,7 +129,7 @@ RESPONSES_SHAPE = body_shape(
         "reasoning": shape_of(ReasoningConfig),
         "stream_options": shape_of(StreamOptions),
     },
-    {name: THINKING_NOTES[name] for name in ("enable_thinking", "thinking")},
+    {name: note for name, note in THINKING_NOTES.items() if name != "reasoning"},
 )
 
 

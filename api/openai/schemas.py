@@ -170,6 +170,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    thinking_budget_tokens: int | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     enable_thinking: bool | None = None
@@ -207,14 +209,20 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         return self.reasoning.enabled if isinstance(self.reasoning, ReasoningOptions) else self.reasoning
 
     @property
-    def thinking_budget(self) -> int | None:
-        """Tokens that the model may reason for; None is no limit, which vLLM calls -1."""
-        budget, field = self.thinking_token_budget, "thinking_token_budget"
-        if budget is None and isinstance(self.thinking, ThinkingSwitch):
-            budget, field = self.thinking.budget_tokens, "thinking.budget_tokens"
-        if budget is None and isinstance(self.reasoning, ReasoningOptions):
-            budget, field = self.reasoning.max_tokens, "reasoning.max_tokens"
-        if budget is not None and budget < -1:
+    def reasoning_budget(self) -> int | None:
+        """Tokens that the model may reason for, by the first of the fields that say so; None is no limit, which vLLM
+        calls -1."""
+        thinking = self.thinking if isinstance(self.thinking, ThinkingSwitch) else None
+        reasoning = self.reasoning if isinstance(self.reasoning, ReasoningOptions) else None
+        stated = {
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking_budget": self.thinking_budget,
+            "thinking_budget_tokens": self.thinking_budget_tokens,
+            "thinking.budget_tokens": thinking.budget_tokens if thinking else None,
+            "reasoning.max_tokens": reasoning.max_tokens if reasoning else None,
+        }
+        field, budget = next(((name, value) for name, value in stated.items() if value is not None), ("", -1))
+        if budget < -1:
             raise field_error(field, f"must be -1 or at least 0, got {budget}")
         return None if budget == -1 else budget
 

@@ -121,6 +121,10 @@ async def test_what_would_change_the_answer_is_refused(client: httpx.AsyncClient
             9,
             "thinking",
         ),
+        ({"thinking_budget": 9}, {}, 9, "thinking_budget"),
+        ({"thinking_budget": 0, "thinking": True}, {"enable_thinking": True, "thinking": True}, 0, "thinking_budget"),
+        ({"thinking_budget_tokens": 9}, {}, 9, "thinking_budget_tokens"),
+        ({"thinking_budget_tokens": -1}, {}, None, "thinking_budget_tokens"),
         ({"thinking": True}, {"enable_thinking": True, "thinking": True}, None, "thinking"),
         (
             {"reasoning": {"effort": "low", "max_tokens": 7}},
@@ -153,6 +157,27 @@ async def test_a_budget_by_its_own_name_is_no_wish(client: httpx.AsyncClient, ga
     assert gateway.asked[0].needs_thinking_limit
     wrong = await client.post(CHAT, json=HI | {"reasoning": {"effort": "huge"}})
     assert wrong.json()["error"]["param"] == "reasoning.effort"
+    wrong = await client.post(CHAT, json=HI | {"thinking_budget": -2})
+    assert wrong.json()["error"]["param"] == "thinking_budget"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", {"model": "llm", "input": "hi"}), ("/v1/messages", HI)])
+async def test_other_endpoints_take_a_budget_by_other_names_too(
+    client: httpx.AsyncClient, gateway: Any, path: str, body: Any
+) -> None:
+    limit = {"max_tokens": 5} if path == "/v1/messages" else {}
+    answer = await client.post(path, json=body | limit | {"thinking_budget": 3})
+    assert (answer.status_code, gateway.asked[0].thinking_budget) == (200, 3)
+    assert answer.headers[WARNING] == "thinking_budget: taken for thinking_token_budget"
+
+
+@pytest.mark.parametrize("name", ["models", "parse_tool_calls", "reasoning_format"])
+async def test_names_of_other_services_are_not_taken_for_misspelled_ones(client: httpx.AsyncClient, name: str) -> None:
+    for path, body in ((CHAT, HI), (TEXT, {"model": "llm", "prompt": "hi"})):
+        answer = await client.post(path, json=body | {name: "x"})
+        assert (answer.status_code, answer.headers[WARNING]) == (200, f"ignored: {name}")
+    answer = await client.post(TEXT, json={"model": "llm", "prompt": "hi", "thinking_budget": 5})
+    assert answer.headers[WARNING] == "ignored: thinking_budget"
 
 
 SHAPE = Shape(frozenset(("a", "b", "temperature")), {"b": ShapeByType({"x": Shape(frozenset(("type", "c")))})})
