@@ -51,3 +51,40 @@ def test_one_that_is_held_may_leave_and_does_not_hold_the_others(monkeypatch: py
     one.leave(held)
     assert one.drain() == [waits]
     assert runs not in one.expected
+
+
+@pytest.mark.parametrize("adapter", [1, 3], ids=["runs", "new"])
+def test_a_background_sequence_that_waits_long_holds_up_no_urgent_one(
+    monkeypatch: pytest.MonkeyPatch, adapter: int
+) -> None:
+    """Neither with the adapter that runs all the time nor with a third one."""
+    monkeypatch.setattr(adapter_room, "MAX_WAIT_STEPS", 6)
+    one = trial(1)
+    one.arrive(family=0, prompt=1, new=3, adapter=1)
+    background = [one.arrive(family=0, prompt=1, new=1, priority=1000, adapter=2) for _ in range(2)]
+    for _ in range(12):
+        one.schedule()
+        one.apply()
+        one.arrive(family=0, prompt=1, new=3, adapter=1)
+    urgent = one.arrive(family=0, prompt=1, new=1, adapter=adapter)
+    for _ in range(10):
+        one.arrive(family=0, prompt=1, new=8)  # with no adapter, and before the background
+        one.schedule()
+        one.apply()
+    assert [key for key in (*background, urgent) if key in one.expected] == background
+    assert one.drain()[-2:] == background
+
+
+def test_among_those_that_wait_long_the_most_senior_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_room, "MAX_WAIT_STEPS", 2)
+    one = trial(1)
+    one.arrive(family=0, prompt=1, new=6, adapter=1)
+    late, first, second = (
+        one.arrive(family=0, prompt=1, new=2, priority=priority, adapter=adapter)
+        for priority, adapter in ((2, 2), (0, 3), (1, 4))
+    )
+    for _ in range(4):
+        one.schedule()
+        one.apply()
+    junior = one.arrive(family=0, prompt=1, new=2, priority=1, adapter=1)
+    assert one.drain() == [first, second, junior, late]
