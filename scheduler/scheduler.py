@@ -247,7 +247,10 @@ class Scheduler:
             self._elapsed += seconds
             self.totals.count_seconds(self._states(), seconds)
             seconds -= result.proposals.seconds
-            self.step_times.observe(flight.work, seconds)
+            if seconds > 0:
+                self.step_times.observe(flight.work, seconds)
+            else:  # the result lay there while the one before was awaited: what the step took is not known
+                seconds = None
         verified = NO_DRAFTS
         if self._drafting is not None:
             verified = self._drafting.take_result(flight, result, seconds, host_seconds)

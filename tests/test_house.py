@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_610,
     "tokenization": 4_106,
     "media": 1_762,
-    "scheduler": 2_496,
+    "scheduler": 2_519,
     "engine": 31_835,
     "classic_backends": 8_920,
     "ensembles": 1_200,

@@ -34,11 +34,12 @@ class Loop:
         tokens = np.arange(100 * key, 100 * key + prompt, dtype=np.int32)
         self.scheduler.add(SequenceSpec(key=key, prompt=tokens, max_tokens=new, **asked))  # type: ignore[arg-type]
 
-    def step(self) -> tuple[StepPlan, StepUpdates]:
+    def step(self, lands_late: bool = False) -> tuple[StepPlan, StepUpdates]:
+        """`lands_late`: the step was over long before the one before was taken in."""
         plan = self.scheduler.schedule()
         assert plan is not None
         result = self.executor.execute(plan).result()
-        seconds = 1.0 + result.proposals.seconds if self.clocked else None
+        seconds = (1e-6 if lands_late else 1.0 + result.proposals.seconds) if self.clocked else None
         self.seconds += seconds or 0.0
         self.drafting += result.proposals.seconds
         self.proposed += len(result.proposals.tokens)
@@ -110,3 +111,15 @@ def test_a_draft_model_that_pays_is_asked_for_as_much_as_pays() -> None:
     while loop.scheduler.has_work:
         loop.step()
     assert loop.seconds < 300 / 1.7
+
+
+def test_a_step_that_lands_late_says_nothing_of_what_steps_take() -> None:
+    """Its proposals took longer than it seems to have taken itself."""
+    loop, steady = Loop(pass_seconds=0.25), Loop(pass_seconds=0.25)
+    for number in range(6):
+        for each in (loop, steady):
+            each.add(number, prompt=4, new=30)
+        loop.step(lands_late=number % 2 == 1)
+        steady.step()
+    expected = steady.scheduler.step_times.prompt_seconds(16, 0)
+    assert loop.scheduler.step_times.prompt_seconds(16, 0) == pytest.approx(expected, rel=0.5)
