@@ -174,6 +174,8 @@ class ClassicModel:
         if self._dispatcher is not None:
             self._dispatcher.close()
         self._dispatcher = self._inline_runtime = None
+        if self._loader.by_request:
+            self._loader.interrupt_loads()
         await self._pool.stop()
 
     def infer(self, request: InferRequest, context: RequestContext) -> AsyncIterator[InferResponse]:

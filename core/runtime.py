@@ -1,7 +1,9 @@
 """The interface of a classic backend: one instance of a model, and the loader that makes it."""
 
+import threading
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -177,6 +179,37 @@ class Runtime:
         """Free everything; the last call."""
 
 
+class LoadInterruption:
+    """Ends what loads one version of a model, once nobody waits for it. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: list[Callable[[], None]] = []
+        self._requested = False
+
+    def request(self) -> None:
+        """End what loads, and what begins to load from here on."""
+        with self._lock:
+            self._requested = True
+            ends = tuple(self._ends)
+        for end in ends:
+            end()
+
+    @contextmanager
+    def calls(self, end: Callable[[], None]) -> Iterator[None]:
+        """Within the block a load is ended by this function."""
+        with self._lock:
+            self._ends.append(end)
+            requested = self._requested
+        try:
+            if requested:
+                end()
+            yield
+        finally:
+            with self._lock:
+                self._ends.remove(end)
+
+
 class RuntimeLoader(Protocol):
     """One backend: makes the instances of its models. Imports its libraries only when called."""
 
@@ -208,6 +241,10 @@ class RuntimeLoader(Protocol):
         """Add the `input`, `output` and `max_batch_size` that `raw` lacks, from the model's file. Raises
         `CharoniaError` if they contradict it."""
         return raw
+
+    def interrupt_loads(self) -> None:
+        """End the loads of a model that is unloaded, those to come among them, where they can be ended."""
+        return
 
     def forget(self) -> None:
         """Drop what `complete` kept for a load that will not come."""

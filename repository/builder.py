@@ -123,7 +123,7 @@ class ModelBuilder:
         except CharoniaError as error:
             raise with_config_position(error, source.config_file) from None
 
-    def describe(self, source: ModelSource, version: VersionSource) -> ModelConfig:
+    def describe(self, source: ModelSource, version: VersionSource, services: ModelServices) -> ModelConfig:
         """The config that a version will have when it is loaded, from its files; blocks for as long as reading them
         takes. Raises as `prepare`, but for want of memory."""
         try:
@@ -133,7 +133,7 @@ class ModelBuilder:
                 parameters = {**self.backends.get(source.backend, {}), **source.parameters}
                 own = backend.build(written, version.path, parameters, lambda *_: None).config
                 return replace(with_config_defaults(own, source.config), aliases=source.aliases)
-            completed = self.complete_config(source, version)
+            completed = self.complete_config(source, version, services)
             if not is_composition(source.backend):
                 self._runtime_loader(source.backend).forget()
             return self._model_config(completed, source, version)
@@ -208,7 +208,7 @@ class ModelBuilder:
         needs = loader.needs(directory, self._fill_defaults(source.config), {**settings, **source.parameters})
         reservation = self.budget.reserve(source.name, version.number, needs)
         try:
-            completed = self.complete_config(source, version)
+            completed = self.complete_config(source, version, services)
             root = source.directory or directory
             config = self._model_config(completed, source, version)
             samples = ModelSamples(read_warmup_requests(completed, root), read_initial_states(completed, root))
@@ -234,12 +234,14 @@ class ModelBuilder:
             return model
         return CachedModel(model, self.cache, self.quantiles)
 
-    def complete_config(self, source: ModelSource, version: VersionSource) -> RawConfig:
+    def complete_config(
+        self, source: ModelSource, version: VersionSource, services: ModelServices | None = None
+    ) -> RawConfig:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
         completed = source.config
         if self.auto_complete and not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
-            loader = self._runtime_loader(source.backend)
+            loader = self._runtime_loader(source.backend, services)
             own = deepcopy(completed)  # which a package's loader may change in place
             completed = complete_fields(loader.complete(Path(version.path), own, parameters))
             if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching

@@ -256,8 +256,7 @@ class ModelLifecycle:
                 others = {*self._unloads, *self._loads_in_progress}
                 sharers = max(1, min(len(self._awaiting_grant), self._max_concurrent - len(self._loads_in_progress)))
                 try:
-                    services = ModelServices(self._gateway, asyncio.get_running_loop())
-                    factory = await self.run_blocking(self._builder.prepare, source, version, services, sharers)
+                    factory = await self._run_for_version(self._builder.prepare, source, version, sharers)
                     self._awaiting_grant.discard(source.name)
                     return factory
                 except InsufficientMemory as error:
@@ -270,6 +269,18 @@ class ModelLifecycle:
             done, _ = await asyncio.wait(others, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise refusal
+
+    async def _run_for_version(
+        self, work: Callable[..., T], source: ModelSource, version: VersionSource, *arguments: object
+    ) -> T:
+        """Run a blocking function of the builder. The model's own code may take long there: it ends if this is
+        cancelled."""
+        services = ModelServices(self._gateway, asyncio.get_running_loop())
+        try:
+            return await self.run_blocking(work, source, version, services, *arguments)
+        except asyncio.CancelledError:
+            services.interruption.request()
+            raise
 
     async def _build_and_load(self, factory: ModelFactory, on_progress: OnProgress) -> Model:
         loading = asyncio.get_running_loop().create_future()
@@ -296,7 +307,8 @@ class ModelLifecycle:
                 configs = {}
                 for version in source.versions:
                     try:
-                        configs[version.number] = await self.run_blocking(self._builder.describe, source, version)
+                        described = await self._run_for_version(self._builder.describe, source, version)
+                        configs[version.number] = described
                     except CharoniaError as error:
                         entry.record_load_failure(error.message, [version.number])
                         raise LoadFailure(version.number, error) from error

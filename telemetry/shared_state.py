@@ -3,9 +3,10 @@
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..core.gateway import Administration, ModelLookup
+from ..core.runtime import LoadInterruption
 from ..core.wait_graph import WaitGraph
 from ..processes.client_shared_memory import SharedMemoryRegistry
 from .custom_metrics import CustomMetrics
@@ -40,8 +41,11 @@ class ServerAdministration(ServerLookup, Administration, Protocol):
     """An `Administration` with the shared state."""
 
 
-class ModelServices(NamedTuple):
-    """What a model that asks others may use: the server's models, and the event loop of both."""
+@dataclass(frozen=True, slots=True)
+class ModelServices:
+    """What one version of a model that asks others may use: the server's models, and the event loop of both."""
 
     gateway: ServerAdministration
     loop: AbstractEventLoop
+    interruption: LoadInterruption = field(default_factory=LoadInterruption)
+    """Ends the version's load, and the completion of its config."""

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_475,
+    "core": 2_501,
     "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_610,
@@ -118,7 +118,7 @@ BUDGETS = {
     "media": 1_762,
     "scheduler": 2_519,
     "engine": 31_835,
-    "classic_backends": 8_920,
+    "classic_backends": 8_958,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_960,

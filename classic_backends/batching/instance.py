@@ -132,11 +132,13 @@ class Instance:
         self._interrupt: Callable[[str], None] | None = None
 
     async def start(self) -> None:
-        """Return when the runtime is loaded; raises the error of its load."""
+        """Return when the runtime is loaded; raises the error of its load. If this is cancelled, the thread ends when
+        the load does."""
         self._thread.start()
         try:
             self.runtime = await asyncio.shield(self._loaded)
         except BaseException:
+            self._inbox.put(None)
             self._close_claim()
             raise
         self.process = self.runtime.traits.process

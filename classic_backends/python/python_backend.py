@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...core.errors import Internal, InvalidArgument
 from ...core.model import MemoryNeed, ModelConfig, RawConfig
-from ...core.runtime import InstancePlacement, Parameters, RuntimeLoader
+from ...core.runtime import InstancePlacement, LoadInterruption, Parameters, RuntimeLoader
 from ...core.wait_graph import WaitGraph
 from ...telemetry.shared_state import ModelServices
 from ..backend_config import read_integer, read_placements
@@ -52,7 +52,8 @@ class PythonBackend(RuntimeLoader):
     ) -> PythonRuntime:
         assert self.services is not None
         max_calls = read_integer(parameters, "max-open-calls", MAX_INFERENCES, least=1)
-        gateway, loop = self.services
+        gateway = self.services.gateway
+        loop = self.services.loop
         datatypes = {spec.name: spec.datatype for spec in config.inputs}
         runtime = PythonRuntime(placement.name, datatypes, loop, gateway.shared_state.traces)
         message = messages.Initialize(
@@ -68,7 +69,7 @@ class PythonBackend(RuntimeLoader):
             except (OSError, MemoryError) as error:
                 raise Internal(f"{initialize_failure(placement.name)}: {error}") from None
             calls = ModelCalls(process, gateway, gateway.shared_state.metrics, max_calls)
-            runtime.start(process, calls, message, _start_seconds(parameters))
+            runtime.start(process, calls, message, _start_seconds(parameters), self.services.interruption)
             runtime.resources = resources.pop_all()
         return runtime
 
@@ -84,7 +85,14 @@ class PythonBackend(RuntimeLoader):
             str(self._model_file(directory, raw)), self._search_path(directory), json.dumps(dict(raw))
         )
         with interpreter(directory.parent, parameters) as program:
-            return asyncio.run(_complete(raw["name"], message, program, _start_seconds(parameters)))
+            return asyncio.run(_complete(raw["name"], message, program, _start_seconds(parameters), self._interruption))
+
+    def interrupt_loads(self) -> None:
+        self._interruption.request()
+
+    @property
+    def _interruption(self) -> LoadInterruption:
+        return LoadInterruption() if self.services is None else self.services.interruption
 
     def _model_file(self, directory: Path, raw: RawConfig) -> Path:
         file = directory / (raw.get("default_model_filename") or MODEL_FILE)
@@ -99,14 +107,21 @@ class PythonBackend(RuntimeLoader):
         return list(map(str, filter(None, (directory, directory.parent, self.code))))
 
 
-async def _complete(model: str, message: messages.CompleteConfig, program: Interpreter, seconds: float) -> RawConfig:
+async def _complete(
+    model: str,
+    message: messages.CompleteConfig,
+    program: Interpreter,
+    start_seconds: float,
+    interruption: LoadInterruption,
+) -> RawConfig:
     name = f"model '{model}'"
     answer = FirstAnswer(name, f"Failed to auto-complete the configuration of {name}")
     process = StubProcess(name, answer, program)
     await process.connect()
     try:
         process.send(message)
-        completed = await asyncio.to_thread(answer.wait, seconds)
+        with interruption.calls(answer.abandon):
+            completed = await asyncio.to_thread(answer.wait, start_seconds)
     finally:
         await process.close(0)
     config: RawConfig = json.loads(completed.config)

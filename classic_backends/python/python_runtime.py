@@ -6,6 +6,7 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from typing import Any
 from ...core.errors import LONGEST_REPORT, Internal, InvalidArgument
 from ...core.request_context import RequestContext
 from ...core.runtime import (
+    LoadInterruption,
     Rescheduled,
     Runtime,
     RuntimeAnswer,
@@ -40,6 +42,7 @@ _CHECK_SECONDS = 5.0
 _ENDED = "its process ended unexpectedly"
 
 _ANSWERS = (messages.Initialized, messages.CompletedConfig, messages.Failed)
+_ABANDONED = messages.Failed("the model was unloaded meanwhile, or the server stops", "")
 
 
 def initialize_failure(instance: str) -> str:
@@ -48,33 +51,52 @@ def initialize_failure(instance: str) -> str:
 
 class FirstAnswer:
     """A `StubListener` that waits for the answer to the first message to a process, in any thread. `name`: stands
-    before what that logs; `failure`: begins the errors."""
+    before what that logs; `failure`: begins the errors. The model's own code answers, so only the start of the process
+    has a limit."""
 
     def __init__(self, name: str, failure: str) -> None:
         self._name = name
         self._failure = failure
-        self._answer: Future[Any] = Future()
+        self._lock = threading.Lock()
+        self._started = threading.Event()
+        self._answer: Any = None
+        self._answered = threading.Event()
 
     def on_message(self, message: Any) -> None:
         if isinstance(message, messages.LogMessage):
             for line in message.text.splitlines() or [""]:
                 log.log(message.level, "%s: %s: %s", self._name, message.source, escape_controls(line))
-        elif isinstance(message, _ANSWERS) and not self._answer.done():
-            self._answer.set_result(message)
+        elif isinstance(message, messages.Started):
+            self._started.set()
+        elif isinstance(message, _ANSWERS):
+            self._set_answer(message)
 
     def on_end(self, how: str) -> None:
         self.on_message(messages.Failed(f"{_ENDED}: {how}", ""))
 
-    def wait(self, seconds: float) -> Any:
-        """The message.
+    def abandon(self) -> None:
+        """Let who waits know that nobody needs the answer; from any thread."""
+        self._set_answer(_ABANDONED)
+
+    def _set_answer(self, message: Any) -> None:
+        """The first one counts."""
+        with self._lock:
+            if not self._answered.is_set():
+                self._answer = message
+                self._answered.set()
+        self._started.set()
+
+    def wait(self, start_seconds: float) -> Any:
+        """The message, however late. `start_seconds`: how long the process may take to start.
 
         Raises:
-            InvalidArgument: the process reports a failure, or none in time.
+            InvalidArgument: the process reports a failure, has ended, does not start, or nobody needs it any more.
         """
-        try:
-            message = self._answer.result(seconds)
-        except TimeoutError:
-            message = messages.Failed(f"its process did not answer within {seconds:g} s (stub-timeout-seconds)", "")
+        if not self._started.wait(start_seconds):
+            text = f"its process did not start within {start_seconds:g} s (stub-timeout-seconds)"
+            self._set_answer(messages.Failed(text, ""))
+        self._answered.wait()
+        message = self._answer
         if isinstance(message, messages.Failed):
             if message.report:
                 report = "\n".join(map(escape_controls, message.report.splitlines()))
@@ -108,22 +130,32 @@ class PythonRuntime(Runtime):
         self.resources = ExitStack()
         """Closed with it."""
 
-    def start(self, process: StubProcess, calls: ModelCalls, message: messages.Initialize, seconds: float) -> None:
-        """Load the model in a process that was made with this object as its listener.
+    def start(
+        self,
+        process: StubProcess,
+        calls: ModelCalls,
+        message: messages.Initialize,
+        start_seconds: float,
+        interruption: LoadInterruption,
+    ) -> None:
+        """Load the model in a process that was made with this object as its listener, and starts within
+        `start_seconds`.
 
         Raises:
-            InvalidArgument: the model cannot be loaded.
+            InvalidArgument: the model cannot be loaded, or nobody waits for it any more.
         """
         self._process = process
         self._calls = calls
         asyncio.run_coroutine_threadsafe(process.connect(), self._loop).result()
         try:
             process.send(message)
-            check = self._unready_reason if self._first.wait(seconds).checks_ready else None
+            with interruption.calls(self._first.abandon):
+                initialized = self._first.wait(start_seconds)
         except BaseException:
             process.kill()  # it may hang, and has no model to finalize
             self.close()
             raise
+        check = self._unready_reason if initialized.checks_ready else None
         self.traits = RuntimeTraits(ragged=True, process=process, interrupt=self._interrupt, unready_reason=check)
 
     def execute_requests(self, requests: Sequence[RuntimeRequest]) -> Sequence[RuntimeAnswer]:
@@ -260,7 +292,7 @@ class PythonRuntime(Runtime):
                 self._calls.infer(message, self._parent_context(message.parent))
             case messages.Checked():
                 self._set_readiness(message.unready_reason)
-            case messages.Initialized() | messages.CompletedConfig() | messages.Failed() | messages.LogMessage():
+            case messages.Started() | messages.Initialized() | messages.Failed() | messages.LogMessage():
                 self._first.on_message(message)
             case _:
                 self._calls.on_message(message)

@@ -145,6 +145,7 @@ class StubInstance:
     def serve(self) -> int:
         """Do what the server says until `Finalize`; returns the exit code."""
         self._connection.start()
+        self._connection.send(messages.Started())
         while True:
             message = self._inbox.get()
             if message is None:

@@ -134,6 +134,10 @@ class Finalize(NamedTuple):
     """The last message: finalize the model, and end."""
 
 
+class Started(NamedTuple):
+    """The process runs, and reads messages; its first one."""
+
+
 class Initialized(NamedTuple):
     """The model can execute. `checks_ready`: it has an `is_ready`."""
 

@@ -381,14 +381,12 @@ async def test_errors_have_their_codes(tmp_path: Path) -> None:
         ),
         ("os._exit(3)", "its process ended unexpectedly: it exited with 3"),
         ("os.kill(os.getpid(), 11)", "its process ended unexpectedly: it was ended by SIGSEGV"),
-        ("time.sleep(60)", "its process did not answer within 1 s (stub-timeout-seconds)"),
     ],
 )
 async def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, body: str, text: str) -> None:
     body = f"def initialize(self, args): {body}\n{DOUBLE}"
-    seconds = {"stub-timeout-seconds": "1"} if "sleep" in body else {}
     with pytest.raises(InvalidArgument) as caught:
-        async with python_model(tmp_path, body, parameters=seconds):
+        async with python_model(tmp_path, body):
             pass
     file = tmp_path / "model" / "1" / "model.py"
     assert str(caught.value) == "Failed to initialize model instance 'model_0_0': " + text.format(file=file)
