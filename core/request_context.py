@@ -73,11 +73,12 @@ _WORST_FIRST = (
     Outcome.TIMEOUT,
     Outcome.REJECTED,
     Outcome.CANCELLED,
+    Outcome.CACHE_THRESHOLD,
     Outcome.LENGTH,
     Outcome.STOP,
     Outcome.DONE,
 )
-"""Precedence of outcomes among the sequences of one request."""
+"""Precedence of outcomes among the sequences of one request; each has a place."""
 
 
 class SequenceRecord(Protocol):
@@ -320,7 +321,7 @@ class RequestContext:
         self._set_worse_end(end_for_error(error, any(sequence.submitted is not None for sequence in self.sequences)))
 
     def close(self) -> RequestEnd:
-        """End the request. Without an outcome, the client left."""
+        """End the request. Without an outcome, the client left. All listeners hear of it, whatever one raises."""
         for sequence in self.sequences:
             self._set_worse_end(sequence.end or CANCELLED)
         self.ended_at = time.monotonic()
@@ -329,10 +330,19 @@ class RequestContext:
         siblings = None if parent is None or parent.closed else parent.children
         if siblings is not None and len(siblings) < _MAX_CHILDREN:
             siblings.append(self)
-        while self._end_listeners:
-            self._end_listeners.pop()(self)
-        self.closed = True
+        try:
+            self._tell_listeners()
+        finally:
+            self.closed = True
         return end
+
+    def _tell_listeners(self) -> None:
+        try:
+            while self._end_listeners:
+                self._end_listeners.pop()(self)
+        finally:
+            if self._end_listeners:
+                self._tell_listeners()
 
     def _set_worse_end(self, end: RequestEnd) -> None:
         if self.end is None or _WORST_FIRST.index(end.outcome) < _WORST_FIRST.index(self.end.outcome):

@@ -76,6 +76,13 @@ def test_the_worst_part_is_the_whole() -> None:
     )
 
 
+@pytest.mark.parametrize("outcome", Outcome)
+def test_any_part_is_worse_or_better_than_another(outcome: Outcome) -> None:
+    end = RequestEnd(outcome)
+    assert ended(Done(end), Done(RequestEnd(Outcome.DONE))) == end
+    assert ended(Done(RequestEnd(Outcome.ERROR)), Done(end)) == RequestEnd(Outcome.ERROR)
+
+
 def test_without_parts_it_is_what_was_said_and_leaving_says_nothing() -> None:
     assert ended() == RequestEnd(Outcome.CANCELLED)
     context = RequestContext("test")
@@ -122,6 +129,21 @@ def test_listeners_hear_of_the_end_once_the_last_one_first() -> None:
         assert heard == []
     context.close()
     assert heard == [("second", RequestEnd(Outcome.DONE)), ("first", RequestEnd(Outcome.DONE))]
+
+
+def test_a_listener_that_raises_keeps_the_end_from_no_other() -> None:
+    heard: list[str] = []
+
+    def fail(_: RequestContext) -> None:
+        raise ZeroDivisionError
+
+    context = RequestContext("test")
+    for listener in (lambda _: heard.append("first"), fail, lambda _: heard.append("third")):
+        context.on_end(listener)
+    with pytest.raises(ZeroDivisionError):
+        context.close()
+    assert heard == ["third", "first"]
+    assert context.closed
 
 
 def test_usage_is_that_of_the_whole_family() -> None:
