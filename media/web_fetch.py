@@ -80,6 +80,7 @@ class WebFetch:
     def _get(self, target: WebTarget, deadline: float) -> tuple[bytes, str | None]:
         """The file, or where to look instead."""
         connection = http.client.HTTPConnection(target.host, target.port)
+        connection.default_port = target.port  # so Host has no port: `parse_web_url` lets the scheme's own pass alone
         connection.auto_open = 0  # it would look the host up again
         connection.sock = opened = self._open(target, deadline)
         try:

@@ -110,12 +110,12 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_501,
+    "core": 2_510,
     "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_610,
     "tokenization": 4_106,
-    "media": 1_762,
+    "media": 1_763,
     "scheduler": 2_519,
     "engine": 31_835,
     "classic_backends": 8_958,

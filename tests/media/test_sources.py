@@ -4,6 +4,7 @@ import asyncio
 import base64
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,24 @@ def test_a_file_comes_from_the_address_that_was_checked(web: Web) -> None:
     assert web.asked == [("pictures.example", "/file")]
     with pytest.raises(InvalidArgument, match="not on the public internet"):
         web.fetch("http://pictures.example/file")
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://pictures.example:80/file", "pictures.example"),
+        ("https://pictures.example/file", "pictures.example"),
+        ("https://pictures.example:443/file", "pictures.example"),
+        ("https://[2606:2800:220:1::1]/file", "[2606:2800:220:1::1]"),
+    ],
+)
+def test_a_host_is_named_without_its_schemes_port(
+    web: Web, url: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signatures of presigned URLs are of that name. What a connection encrypts stays as it is here."""
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda context, plain, **_: plain)
+    assert web.fetch(url) == FILE
+    assert web.asked == [(host, "/file")]
 
 
 @pytest.mark.parametrize(
