@@ -1,7 +1,7 @@
 """The messages of a chat body become a `Conversation`. Knows nothing of chat templates."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -35,13 +35,22 @@ _ONE_ROLE_ALONE = {
 
 
 class _TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: str
     text: str
+    type: str | None = None
 
 
 class _RefusalPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
     refusal: str
+
+
+class _ThinkingPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Reasoning as a text or, as Mistral's clients write it, text parts. `signature` and `closed` change nothing."""
+
+    type: str
+    thinking: str | list[Any]
+    signature: str | None = None
+    closed: bool | None = None
 
 
 class _CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,8 +85,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = frozenset(_Message.__struct_fields__)
-_TEXT_SHAPES = {"text": shape_of(_TextPart), "refusal": shape_of(_RefusalPart)}
-_PARTS = ShapeByType({**_TEXT_SHAPES, **MEDIA_SHAPES}, default="text")
+_TEXT_SHAPES = {
+    **dict.fromkeys(("text", "input_text", "output_text"), shape_of(_TextPart)),
+    "refusal": shape_of(_RefusalPart),
+}
+_THINKING = "thinking"
+_PARTS = ShapeByType({**_TEXT_SHAPES, _THINKING: shape_of(_ThinkingPart), **MEDIA_SHAPES}, default="text")
 MESSAGE_SHAPE = Shape(
     frozenset((*_FIELDS, *MESSAGE_NO_OP_VALUES)),
     {
@@ -133,14 +146,25 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     calls = tuple(_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in listed)
     reasoning = _reasoning(where, message)
     content = message.refusal if message.content is None else message.content
-    media: tuple[MediaSource, ...] = ()
-    if isinstance(content, list) and any(map(_is_medium, content)):
-        content, media = _text_and_media(where, content)
+    if isinstance(content, list):
+        parts = _read_parts(where, content, role)
+        reasoning = _only_reasoning(f"{where}.content", reasoning, parts.thoughts)
+    elif content is None and (calls or reasoning):
+        parts = _Parts("")
     else:
-        content = "" if content is None and (calls or reasoning) else content_text(where, content)
+        parts = _Parts(content_text(where, content))
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
-    return ChatMessage(role, content, message.name or "", reasoning, calls, message.tool_call_id or "", media)
+    call_id = message.tool_call_id or ""
+    return ChatMessage(role, parts.text, message.name or "", reasoning, calls, call_id, parts.media)
+
+
+class _Parts(NamedTuple):
+    """The content parts of a message: their text, the media in it, and the reasoning apart from it."""
+
+    text: str
+    media: tuple[MediaSource, ...] = ()
+    thoughts: str = ""
 
 
 def _is_medium(part: Any) -> bool:
@@ -148,31 +172,35 @@ def _is_medium(part: Any) -> bool:
     return isinstance(kind, str) and kind in MEDIA_SHAPES
 
 
-def _text_and_media(where: str, parts: list[Any]) -> tuple[str, tuple[MediaSource, ...]]:
-    """The text of content parts, and the media between them; a text that follows another is a line of its own."""
+def _read_parts(where: str, parts: list[Any], role: str) -> _Parts:
+    """The content of a message of parts; a text that follows another is a line of its own."""
     text = ""
     media: list[MediaSource] = []
+    thoughts: list[str] = []
     after_text = False
     for index, part in enumerate(parts):
         place = f"{where}.content[{index}]"
         if _is_medium(part):
             media.append(read_medium(place, part, len(text)))
             after_text = False
+        elif role == "assistant" and isinstance(part, dict) and part.get("type") == _THINKING:
+            thought = convert_fields(part, _ThinkingPart, place).thinking
+            thoughts.append(content_text(place, thought, field=_THINKING))
         else:
             text += ("\n" if after_text else "") + _part_text(place, part)
             after_text = True
-    return text, tuple(media)
+    return _Parts(text, tuple(media), "\n".join(thoughts))
 
 
-def content_text(where: str, content: Any, between: str = "\n") -> str:
-    """The text of the `content` of the object at `where`, its parts joined by `between`: vLLM makes lines of them.
+def content_text(where: str, content: Any, between: str = "\n", field: str = "content") -> str:
+    """The text of the `field` of the object at `where`, its parts joined by `between`: vLLM makes lines of them.
 
     Raises `InvalidArgument` for content that is neither a text nor parts of one.
     """
     if isinstance(content, list):
-        return between.join(_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content))
+        return between.join(_part_text(f"{where}.{field}[{index}]", part) for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise field_error(f"{where}.content", "must be a string or a list of text parts")
+        raise field_error(f"{where}.{field}", "must be a string or a list of text parts")
     return content
 
 
@@ -189,17 +217,25 @@ def _tool_call(call: _Call, where: str) -> ToolCall:
 
 def _reasoning(where: str, message: _Message) -> str:
     """The reasoning, for which vLLM and others have two names; answers have it under both."""
-    reasoning, other = message.reasoning or "", message.reasoning_content or ""
+    other = message.reasoning_content or ""
+    return _only_reasoning(f"{where}.reasoning_content", message.reasoning or "", other)
+
+
+def _only_reasoning(field: str, reasoning: str, other: str) -> str:
+    """The reasoning, of which another place may have the same text. Raises `InvalidArgument` if it has another."""
     if reasoning and other and reasoning != other:
-        raise field_error(f"{where}.reasoning_content", "is another text than reasoning: give one")
+        raise field_error(field, "has another text than reasoning: give one")
     return reasoning or other
 
 
 def _part_text(where: str, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "refusal":
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
         return convert_fields(part, _RefusalPart, where).refusal
-    if isinstance(part, dict) and part.get("type") not in (None, "text"):
+    if kind is not None and (not isinstance(kind, str) or kind not in _TEXT_SHAPES):
         # A medium comes here where there may be none, as in a prediction.
         kinds = _TEXT_SHAPES if _is_medium(part) else (*_TEXT_SHAPES, *MEDIA_SHAPES)
-        raise field_error(f"{where}.type", part_complaint(part["type"], kinds))
+        raise field_error(f"{where}.type", part_complaint(kind, kinds))
     return convert_fields(part, _TextPart, where).text

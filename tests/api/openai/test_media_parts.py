@@ -198,7 +198,8 @@ async def test_what_is_no_part_that_may_be_here_is_told(client: httpx.AsyncClien
     said = [{"role": "user", "content": "a"}]
     body: dict[str, Any] = {"model": "llm", "messages": said, "prediction": {"type": "content", "content": [PART]}}
     error = (await client.post(CHAT, json=body)).json()["error"]
-    assert error["message"] == 'prediction.content[0].type must be one of text, refusal, got "image_url"'
+    allowed = "text, input_text, output_text, refusal"
+    assert error["message"] == f'prediction.content[0].type must be one of {allowed}, got "image_url"'
 
 
 async def test_inputs_of_responses(client: httpx.AsyncClient, gateway: Any) -> None:

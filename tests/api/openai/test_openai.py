@@ -391,6 +391,20 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
     assert gateway.asked[0].prompt == expected
 
 
+async def test_parts_as_other_clients_write_them(client: httpx.AsyncClient, gateway: Any) -> None:
+    said = [{"type": "input_text", "text": "a"}, {"text": "b"}, "c", {"type": None, "text": "d"}]
+    parts = [{"type": "text", "text": "deep"}, {"type": "text", "text": "er"}]
+    answers = [
+        [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "output_text", "text": "e"}],
+        [{"type": "thinking", "thinking": parts, "closed": True}, "f", {"type": "thinking", "thinking": "!"}, "g"],
+    ]
+    messages = [{"role": "user", "content": said}, *({"role": "assistant", "content": answer} for answer in answers)]
+    response = await client.post(CHAT, json=HI | {"messages": messages})
+    assert (response.status_code, "x-charonia-warning" in response.headers) == (200, False)
+    told = ChatMessage("assistant", "e", reasoning="hm"), ChatMessage("assistant", "f\ng", reasoning="deep\ner\n!")
+    assert gateway.asked[0].prompt == Conversation((ChatMessage("user", "a\nb\nc\nd"), *told))
+
+
 NEUTRAL = {
     "use_beam_search": False,
     "skip_special_tokens": True,
@@ -627,6 +641,26 @@ async def test_refused_by_name(
             CHAT,
             HI | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].image_url.url",
+        ),
+        (
+            CHAT,
+            HI | {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            CHAT,
+            HI | {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": [5]}]}]},
+            "messages[0].content[0].thinking[0]",
+        ),
+        (
+            CHAT,
+            HI
+            | {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}], "reasoning": "y"}
+                ]
+            },
+            "messages[0].content",
         ),
         (
             CHAT,
