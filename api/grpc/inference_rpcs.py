@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
+from weakref import WeakValueDictionary
 
 import grpc
 import msgspec
@@ -18,7 +19,7 @@ from ...core.direct_stream import DirectStream, ReadyResponse
 from ...core.errors import CharoniaError, InvalidArgument, ServerExiting, Unsupported
 from ...core.gateway import ModelHandle
 from ...core.native_calls import CONTROL_FLOW
-from ...core.request import InferResponse
+from ...core.request import InferResponse, ParameterValue
 from ...core.request_context import RequestContext
 from ...core.tasks import RequestTaskGroup
 from ...telemetry.shared_state import ServerLookup
@@ -66,7 +67,7 @@ async def model_infer(lookup: ServerLookup, policy: GrpcCallPolicy, message: Pro
         config = model.config
         if not supports_single_response(config):
             raise Unsupported(_DECOUPLED)
-        call = await _read_call(lookup, model, message, caller)
+        call = await _decoded(_parse(lookup, message, caller), model)
         if config.decoupled and wants_stream(call.request):
             raise Unsupported(f"{_DECOUPLED}: set stream to false, or use ModelStreamInfer", field="stream")
         stream = model.infer(call.request)
@@ -130,16 +131,15 @@ def _parse(lookup: ServerLookup, message: ProtoMessage, caller: Caller) -> Infer
     return parse_infer_message(message, lookup.shared_state.shared_memory, caller)
 
 
-async def _read_call(lookup: ServerLookup, model: ModelHandle, message: ProtoMessage, caller: Caller) -> InferCall:
-    call = _parse(lookup, message, caller)
+async def _decoded(call: InferCall, model: ModelHandle) -> InferCall:
     return await call.decode_deferred(model) if call.deferred else call
 
 
 class StreamInferCall:
     """Answers the requests of one stream until the client has no more, or `closing` is set.
 
-    Models that are not decoupled answer in the order of their requests. With the metadata `triton_grpc_error: true` the
-    first error ends the whole stream.
+    Requests of one sequence reach their model in their order. Models that are not decoupled answer in that order. With
+    the metadata `triton_grpc_error: true` the first error ends the whole stream.
     """
 
     def __init__(self, lookup: ServerLookup, context: RpcContext, closing: asyncio.Event, caller: Caller) -> None:
@@ -150,6 +150,8 @@ class StreamInferCall:
         self._strict = ("triton_grpc_error", "true") in call_metadata(context)
         self._free_slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._looking_up = asyncio.Lock()
+        self._turns: WeakValueDictionary[tuple[str, ParameterValue], asyncio.Lock] = WeakValueDictionary()
+        """By model and sequence, the lock that a request holds while it is decoded."""
         self._writes = StreamWrites(context)
         self._last_in_order: asyncio.Task[None] | None = None
 
@@ -222,7 +224,7 @@ class StreamInferCall:
         final = False
         begun = False
         limit = self._caller.max_response_size
-        call = await _read_call(self._lookup, model, message, self._caller)
+        call = await self._read_call(model, message)
         async with aclosing(model.infer(call.request)) as responses, AsyncExitStack() as direct:
             async for response in responses:
                 final = response.final or not config.decoupled
@@ -233,6 +235,17 @@ class StreamInferCall:
                 begun = True
         if not final and wants_empty_final(message):
             yield await write_response_off_loop(model.config, call, InferResponse(()), True)
+
+    async def _read_call(self, model: ModelHandle, message: ProtoMessage) -> InferCall:
+        """What a message asks for. A request that is small waits for the decoding of those before it in its sequence;
+        who gets it hands it over at once."""
+        call = _parse(self._lookup, message, self._caller)
+        sequence = call.request.parameters.get("sequence_id")
+        if not sequence:
+            return await _decoded(call, model)
+        turn = self._turns.setdefault((model.name, sequence), asyncio.Lock())
+        async with turn:  # which is given in the order in which it is asked for
+            return await _decoded(call, model)
 
     async def _send(self, message: ProtoMessage | bytes, before: asyncio.Task[None] | None) -> None:
         if before is not None:

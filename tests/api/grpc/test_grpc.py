@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from charonia.api.grpc.inference_rpcs import StreamInferCall
 from charonia.api.grpc.settings import Caller
+from charonia.api.grpc.wire_format import deserialize_infer
 from charonia.api.metadata import EXTENSIONS
 from charonia.core.errors import Internal, InvalidArgument, NotReady, QueueFull, Unavailable, Unsupported
 from charonia.core.request_context import Outcome
@@ -393,8 +394,8 @@ async def test_a_client_that_leaves_is_noticed(stub: Any, gateway: Any) -> None:
 class Gone:
     """The context of a call whose client asked, and is gone by the time the answer is written."""
 
-    def __init__(self) -> None:
-        self._requests = iter([request(), grpc.aio.EOF])
+    def __init__(self, *requests: Any) -> None:
+        self._requests = iter([*requests, grpc.aio.EOF])
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -407,10 +408,34 @@ class Gone:
 
 
 async def test_who_left_a_stream_has_cancelled_its_requests(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
-    await StreamInferCall(gateway, Gone(), asyncio.Event(), Caller()).run()
+    await StreamInferCall(gateway, Gone(request()), asyncio.Event(), Caller()).run()
     (context,) = gateway.contexts
     assert context.end.outcome is Outcome.CANCELLED
     assert not caplog.records
+
+
+class Reading(Gone):
+    """The context of a call whose client is there."""
+
+    async def write(self, message: Any) -> None: ...
+
+
+async def test_requests_of_a_sequence_are_handed_over_in_their_order(gateway: Any) -> None:
+    """However long one takes to decode, which a thread does where its strings are long."""
+    long, short = ({"inputs": [text_input(b"x" * size)]} for size in (1 << 22, 1))
+    in_raw = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1]}]}
+    in_raw["raw_input_contents"] = [(1 << 22).to_bytes(4, "little") + b"x" * (1 << 22)]  # type: ignore[list-item]
+    misfit = {"inputs": [text_input(b"x" * (1 << 22)) | {"shape": [2]}]}
+    sequence = {"sequence_id": pb.InferParameter(int64_param=7)}
+    other = {"sequence_id": pb.InferParameter(string_param="7")}
+    sent = [("a", long), ("b", short), ("no", misfit), ("c", in_raw), ("d", short), ("e", short)]
+    asked = [request(id=name, parameters=sequence, **fields) for name, fields in sent]
+    asked += [request(id="x", parameters=other, **long), request(id="y", parameters=other, **short)]
+    encoded = [deserialize_infer(each.SerializeToString()) for each in asked]
+    await StreamInferCall(gateway, Reading(*encoded), asyncio.Event(), Caller()).run()
+    names = [each.id for each in gateway.asked]
+    assert [name for name in names if name in "abcde"] == ["a", "b", "c", "d", "e"]
+    assert [name for name in names if name in "xy"] == ["x", "y"]
 
 
 async def test_a_deadline_cancels(stub: Any, gateway: Any) -> None:
