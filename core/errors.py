@@ -266,5 +266,5 @@ def describe_validation_error(error: msgspec.ValidationError) -> ValidationMisma
     if expected := _EXPECTED.fullmatch(text):
         kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | ") if kind != "null")
         got = expected["got"] or ""
-        return ValidationMismatch(path, f"must be {kinds}{expected['limits']}", _KINDS.get(got, got))
+        return ValidationMismatch(path, f"must be {kinds or 'null'}{expected['limits']}", _KINDS.get(got, got))
     return ValidationMismatch(path, f"is wrong: {text}")

@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_960,
-    "api": 10_770,
+    "api": 10_784,
     "http_workers": 2_583,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

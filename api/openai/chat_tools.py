@@ -64,7 +64,7 @@ TOOL_SHAPE = Shape(
         "custom": shape_of(_CustomTool),
     },
 )
-"""It also knows what would be meant and is refused: `strict` beside the function, other services' `parameters`."""
+"""It also knows what would be meant and is refused: a true `strict` beside the function, others' `parameters`."""
 
 
 def parse_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -166,7 +166,7 @@ def parse_tool_use(
         return use
     if choice in ("none", "auto", "required"):
         return msgspec.structs.replace(use, choice=choice)
-    if isinstance(choice, dict) and (kind := choice.get("type")) in ("function", "custom"):
+    if isinstance(choice, dict) and (kind := choice.get("type", "function")) in ("function", "custom"):
         name = _tool_name(choice, "tool_choice")
         _check_known(use, name, f"tool_choice.{kind}.name")
         return msgspec.structs.replace(use, choice="required", named=name)
@@ -204,16 +204,20 @@ def _tool_name(members: Mapping[str, Any], where: str) -> str:
 
 def _typed_member(members: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
     """The type of the object at `where`, `function` or `custom`, and its one other member, which is called so."""
-    kind = members.get("type")
+    kind = "function" if members.get("type") is None else members["type"]
     if kind not in ("function", "custom"):
         raise field_error(f"{where}.type", f"must be 'function', got {shortened(kind)}")
     return kind, _member(members, kind, where)
 
 
 def _member(members: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    for other in members.keys() - {"type", name}:
-        raise InvalidArgument(f"unknown field: {where}.{other}", field=f"{where}.{other}")
+    """The object at `where` that is the only member beside the type, without its nulls. Others may be null, and
+    `strict` false."""
+    for other, value in members.items():
+        asks = value is not None and not (other == "strict" and value is False)
+        if asks and other not in ("type", name):
+            raise InvalidArgument(f"unknown field: {where}.{other}", field=f"{where}.{other}")
     member = members.get(name)
     if not isinstance(member, dict):
         raise field_error(f"{where}.{name}", "must be an object")
-    return member
+    return {key: value for key, value in member.items() if value is not None}

@@ -1,7 +1,8 @@
 """The one rule for members of a JSON body that this server does not know, whichever protocol of `/v1` or vLLM it is of.
 
 A member is served, known to change nothing, or refused by its name. Any other is ignored, and the header
-`x-charonia-warning` names it. A misspelled name is refused: ignoring it would change what was asked for.
+`x-charonia-warning` names it. A misspelled name is refused: ignoring it would change what was asked for. An unknown
+member that is null asks for nothing.
 """
 
 from collections.abc import Mapping
@@ -117,8 +118,9 @@ class _Search:
     def known(self, members: dict[str, Any], shape: Shape, where: str) -> dict[str, Any]:
         kept = members
         if unknown := members.keys() - shape.known:
-            ignored = {key for key in unknown if not self._misspelled(key, shape.known)}
-            self._places += [f"{where}{key}" for key in members if key in ignored]
+            nothing = {key for key in unknown if members[key] is None}
+            ignored = nothing | {key for key in unknown - nothing if not self._misspelled(key, shape.known)}
+            self._places += [f"{where}{key}" for key in members if key in ignored - nothing]
             kept = {key: value for key, value in members.items() if key not in ignored}
         for key, note in shape.notes.items():
             if members.get(key) is not None:

@@ -22,9 +22,11 @@ from .schemas import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    ReasoningOptions,
     SamplingFields,
     StreamOptions,
     StringOrList,
+    ThinkingSwitch,
     TokenizeBody,
 )
 from .text_constraints import RESPONSE_FORMAT_SHAPE
@@ -59,7 +61,13 @@ COMPLETION_SHAPE = body_shape(
 CHAT_SHAPE = body_shape(
     _COMPLETION_FIELDS | CHAT_FIELDS,
     CHAT_NO_OP_VALUES,
-    {**_OF_BOTH, "messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE},
+    {
+        **_OF_BOTH,
+        "messages": MESSAGE_SHAPE,
+        "tools": TOOL_SHAPE,
+        "thinking": shape_of(ThinkingSwitch),
+        "reasoning": shape_of(ReasoningOptions),
+    },
     THINKING_NOTES,
 )
 TOKENIZE_FORMAT = BodyFormat(TokenizeBody, TOKENIZE_NO_OP_VALUES, {"messages": MESSAGE_SHAPE, "tools": TOOL_SHAPE})

@@ -14,7 +14,10 @@ _FORMAT = "response_format"
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
-    """The `response_format` that asks for nothing."""
+    """The `response_format` that asks for nothing. Clients write what the other formats have as null."""
+
+    schema: None = None
+    json_schema: None = None
 
     def constraint(self) -> GuidedDecoding | None:
         return None
@@ -24,6 +27,7 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The `response_format` that asks for a JSON object, of any shape or, as with llama.cpp, of a schema."""
 
     schema: dict[str, Any] | None = None
+    json_schema: None = None
 
     def constraint(self) -> GuidedDecoding | None:
         if self.schema is None:

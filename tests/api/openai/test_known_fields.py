@@ -82,6 +82,7 @@ async def test_every_endpoint_names_what_it_ignores(client: httpx.AsyncClient, p
         ),
         ("/v1/responses", {"tools": [{"type": "function", "name": "a", "origin": 1}]}, "tools[0].origin"),
         ("/v1/responses", {"reasoning": {"effort": "low", "context": "auto"}}, "reasoning.context"),
+        (CHAT, {"tools": [FUNCTION | {"origin": 1, "custom": None}], "trace_id": None}, "tools[0].origin"),
     ],
 )
 async def test_what_is_ignored_within_is_named_by_its_place(
@@ -178,6 +179,38 @@ async def test_names_of_other_services_are_not_taken_for_misspelled_ones(client:
         assert (answer.status_code, answer.headers[WARNING]) == (200, f"ignored: {name}")
     answer = await client.post(TEXT, json={"model": "llm", "prompt": "hi", "thinking_budget": 5})
     assert answer.headers[WARNING] == "ignored: thinking_budget"
+
+
+NULLED_CALL = {
+    "id": "c1",
+    "function": {"name": "clock", "arguments": "{}", "output": None},
+    "index": None,
+    "custom": None,
+}
+CHOICE = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": None, "temprature": None, "trace_id": None},
+        {"response_format": {"type": "text", "json_schema": None, "schema": None, "strict": None}},
+        {"response_format": {"type": "json_object", "json_schema": None, "schema": None}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}, "schema": None}},
+        {"tools": [FUNCTION | {"strict": False, "custom": None, "name": None}]},
+        {"tools": [{"function": {"name": "clock", "parameters": None, "input_schema": None}}]},
+        {"tools": [{"type": "custom", "custom": {"name": "c", "format": None}, "function": None}]},
+        {"tools": [FUNCTION], "tool_choice": CHOICE | {"custom": None}},
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "clock", "arguments": None}}},
+        {"tools": [FUNCTION], "tool_choice": {"function": {"name": "clock"}}},
+        {"messages": [TURN | {"name": None, "audio": None, "annotations": None, "contents": None}]},
+        {"messages": [TURN, {"role": "assistant", "content": None, "tool_calls": [NULLED_CALL]}]},
+        {"stream": True, "stream_options": {"include_usage": True, "include_usages": None}},
+    ],
+)
+async def test_a_null_asks_for_nothing(client: httpx.AsyncClient, fields: Any) -> None:
+    answer = await client.post(CHAT, json=HI | fields)
+    assert (answer.status_code, answer.headers.get(WARNING)) == (200, None), answer.text
 
 
 SHAPE = Shape(frozenset(("a", "b", "temperature")), {"b": ShapeByType({"x": Shape(frozenset(("type", "c")))})})
