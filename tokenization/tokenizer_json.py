@@ -41,9 +41,10 @@ def read_tokenizer_json(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     tokenizer, usual = (read, {}) if read is not None else _read_other(directory, config)
     special_tokens = usual | read_special_tokens(directory)
     where = directory / "tokenizer_config.json"
+    by_role = [(token, "") for token in usual.values()] + [*_tokens_by_role(directory).values()]
     try:
         with NativeCall("the library failed"):
-            _add_declared_tokens(tokenizer, config, special_tokens, f"{where}: ")
+            _add_declared_tokens(tokenizer, config, by_role, f"{where}: ")
     except (TypeError, ValueError, OverflowError, Internal) as error:
         raise InvalidArgument(f"{where}: its added tokens cannot be read: {error}") from error
     if read is None:
@@ -96,13 +97,17 @@ def _check_numbers(tokenizer: Tokenizer, config: Mapping[str, Any], where: str) 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """A checkpoint's special tokens by role, from its small files. Raises `InvalidArgument` for one that is no text."""
-    special_tokens: dict[str, str] = {}
+    return {role: _text(token, place) for role, (token, place) in _tokens_by_role(directory).items()}
+
+
+def _tokens_by_role(directory: Path) -> dict[str, tuple[Any, str]]:
+    """The special tokens by role, as texts or objects, each with the place where it stands."""
+    tokens: dict[str, tuple[Any, str]] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = read_json(directory / name)
-        special_tokens |= {
-            role: _text(file[role], f"{directory / name}: {role}") for role in ROLES if file.get(role) is not None
-        }
-    return special_tokens
+        present = (role for role in ROLES if file.get(role) is not None)
+        tokens |= {role: (file[role], f"{directory / name}: {role}") for role in present}
+    return tokens
 
 
 def _check_size(path: Path) -> None:
@@ -119,8 +124,10 @@ def _check_size(path: Path) -> None:
 
 
 def _add_declared_tokens(
-    tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str], where: str
+    tokenizer: Tokenizer, config: Mapping[str, Any], by_role: Sequence[tuple[Any, str]], where: str
 ) -> None:
+    """Add the tokens of tokenizer_config.json, and the special ones, each with its place. What a token strips beside it
+    comes from added_tokens_decoder, then from the tokenizer itself, then from the object that declares it."""
     # `add_bos_token` and its like go unread: beside a tokenizer.json, whose post-processor decides, transformers too
     # ignores them.
     by_id = config.get("added_tokens_decoder") or {}
@@ -128,24 +135,31 @@ def _add_declared_tokens(
         raise InvalidArgument(f"{where}added_tokens_decoder must be an object of tokens by their ids")
     if len(by_id) > _MOST_ADDED:
         raise InvalidArgument(f"{where}added_tokens_decoder has {len(by_id)} tokens, and may have {_MOST_ADDED}")
-    declared = [(by_id[number], f"{where}added_tokens_decoder.{number}") for number in sorted(by_id, key=int)]
-    new = [_added(token, place) for token, place in declared if tokenizer.token_to_id(_text(token, place)) is None]
-    tokenizer.add_tokens(new)
-    special = [*special_tokens.values()]
+    declared = [_added(by_id[number], f"{where}added_tokens_decoder.{number}") for number in sorted(by_id, key=int)]
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in declared if token != known.get(token.content)])
+    known |= {token.content: token for token in declared}
+    special = [*by_role]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(key) or []
         if not isinstance(tokens, dict | list) or len(tokens) > _MOST_ADDED:
             raise InvalidArgument(f"{where}{key} must be a list of at most {_MOST_ADDED} tokens")
         listed = tokens.values() if isinstance(tokens, dict) else tokens
-        special += [_text(token, f"{where}{key}") for token in listed]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+        special += [(token, f"{where}{key}") for token in listed]
+    found: dict[str, AddedToken] = {}
+    for token, place in special:
+        text = _text(token, place)
+        found[text] = known.get(text) or found.get(text) or _added(token, place, special=True)
+        found[text].special = True
+    tokenizer.add_special_tokens([*found.values()])
 
 
-def _added(token: Any, where: str) -> AddedToken:
+def _added(token: Any, where: str, special: bool = False) -> AddedToken:
     if isinstance(token, str):
         return AddedToken(token, special=True)
+    text = _text(token, where)
     flags = {flag: bool(token[flag]) for flag in ("lstrip", "rstrip", "single_word", "normalized") if flag in token}
-    return AddedToken(_text(token, where), special=bool(token.get("special", False)), **flags)
+    return AddedToken(text, special=special or bool(token.get("special", False)), **flags)
 
 
 def _text(token: Any, where: str) -> str:

@@ -59,6 +59,44 @@ def test_learns_special_tokens_that_tokenizer_json_does_not_know(checkpoint: Pat
     assert Tokenizer.load(checkpoint).decode(ids) == "thequickdog"
 
 
+FLAGS = {"lstrip": True, "rstrip": True, "single_word": False, "normalized": False, "special": True}
+WIDE = {"content": "<wide>", **FLAGS}
+STRIPPED = "the <wide> dog<|end|> \n<|user|>\n the<|end|>x <|end|> y<pad> z <pad>"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pad_token": "<|end|>"},
+        {"pad_token": {"__type": "AddedToken", "content": "<|end|>", "lstrip": False, "normalized": True}},
+        {"pad_token": {"__type": "AddedToken", "content": "<wide>", **FLAGS}},
+        {"pad_token": "<wide>", "added_tokens_decoder": {"400": WIDE}},
+        {"pad_token": "<|end|>", "added_tokens_decoder": {"4": {"content": "<|end|>", **FLAGS, "lstrip": False}}},
+        {"added_tokens_decoder": {"2": {"content": "<|user|>", **FLAGS, "single_word": True, "special": False}}},
+        {"extra_special_tokens": ["<|end|>", "<pad>"], "pad_token": "<pad>"},
+    ],
+)
+def test_a_special_token_keeps_what_it_strips(checkpoint: Path, changes: dict[str, object]) -> None:
+    path = checkpoint / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][4] |= FLAGS
+    path.write_text(json.dumps(content))
+    configure(checkpoint, **changes)
+    ours, theirs = Tokenizer.load(checkpoint), reference(checkpoint)
+    ids = ours.encode(STRIPPED)
+    assert ids == theirs(STRIPPED)["input_ids"]
+    assert ours.decode(ids, special=True) == theirs.decode(ids)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_a_special_token_keeps_what_it_strips_without_tokenizer_config(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").unlink()
+    wide = {"content": "<wide>", "lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+    (checkpoint / "special_tokens_map.json").write_text(json.dumps({"pad_token": wide}))
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert Tokenizer.load(checkpoint).encode(STRIPPED) == reference(checkpoint)(STRIPPED)["input_ids"]
+
+
 def test_never_truncates(checkpoint: Path) -> None:
     path = checkpoint / "tokenizer.json"
     content = json.loads(path.read_text())
