@@ -198,6 +198,8 @@ class RequestContext:
     closed: bool = False
     background: bool = False
     """No client waits for the answer, so all other requests come first."""
+    waits_for_room: bool = False
+    """Whether it waits where a full queue would refuse it: it is one of a list that its program has answered."""
     route: str = ""
     """The route that was asked for; empty for a model."""
     body: Mapping[str, Any] | None = None
@@ -222,10 +224,9 @@ class RequestContext:
         return timeout - (time.monotonic() - self.arrived_at) if timeout else math.inf
 
     async def in_time(self, work: Awaitable[T], timeout: float) -> T:
-        """What `work` gives. Raises `RequestTimeout` if so many seconds since it arrived are over before; 0 is no
-        limit."""
+        """What `work` gives. Raises `RequestTimeout` when so many seconds since it arrived are over; 0 is no limit."""
         try:
-            async with asyncio.timeout(self.seconds_left(timeout)):
+            async with asyncio.timeout(self.seconds_left(timeout) if timeout else None):
                 return await work
         except TimeoutError:
             raise RequestTimeout from None

@@ -65,6 +65,10 @@ class RemoteEngine:
         return 0, 0
 
     @property
+    def admission(self) -> AdmissionControl:
+        return _NOBODY_WAITS
+
+    @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(shared=self)
 

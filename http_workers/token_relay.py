@@ -186,4 +186,5 @@ def _request_of(message: SubmitSequence) -> GenerateRequest:
         prompt_count=message.prompt_count,
         adapter=message.add.spec.adapter,
         lora_task=lora,
+        timeout=message.add.timeout,
     )

@@ -110,20 +110,20 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_510,
+    "core": 2_511,
     "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_610,
     "tokenization": 4_115,
     "media": 1_763,
     "scheduler": 2_519,
-    "engine": 31_835,
+    "engine": 31_932,
     "classic_backends": 8_958,
     "ensembles": 1_200,
     "routing": 250,
     "repository": 4_960,
     "api": 10_784,
-    "http_workers": 2_583,
+    "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,
@@ -132,7 +132,7 @@ BUDGETS = {
     "bench": 7_573,
     "cli": 2_966,
     "extras/optimizer": 4_050,
-    "inprocess": 1_692,
+    "inprocess": 1_698,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

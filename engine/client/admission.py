@@ -3,15 +3,18 @@
 Knows nothing of engines.
 """
 
+import asyncio
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from ...core.errors import InvalidArgument, QueueFull
+
+T = TypeVar("T")
 
 _BACKGROUND_SHARE = 0.75
 """The share of rows and of cache blocks in use up to which background requests begin."""
@@ -52,6 +55,8 @@ class AdmissionControl:
         self._starts: deque[float] = deque(maxlen=64)
         self.waiting = QueueDepth()
         self._tenants: dict[str, QueueDepth] = {}
+        self._turns = {"requests": asyncio.Lock(), "tokens": asyncio.Lock()}
+        self._released = asyncio.Event()
 
     def check_count(self, prompts: int, choices: int) -> None:
         """Raises `InvalidArgument` for a request with so many `prompts`, and `choices` answers to each, that its
@@ -75,13 +80,26 @@ class AdmissionControl:
         self._add(tenant, 1, 0)
         return QueueTicket(self, tenant, choices)
 
+    async def take_turn(self, limit: Literal["requests", "tokens"], take: Callable[[], T]) -> T:
+        """What `take` gives when it finds the queue full no longer. Callers have their turns in the order in which they
+        came, apart for each limit: those who wait for tokens have a place that others wait for."""
+        async with self._turns[limit]:
+            while True:
+                try:
+                    return take()
+                except QueueFull:
+                    self._released.clear()
+                    await self._released.wait()
+
     def add_prompt(self, ticket: "QueueTicket", tokens: int) -> None:
-        """Count the prompt of an admitted sequence. One that is longer than the limit may wait alone.
+        """Count the prompt of an admitted sequence, once. One that is longer than the limit may wait alone.
 
         Raises:
             InvalidArgument: the prompts of all its choices could never wait together.
             QueueFull: too many tokens wait; the message names the limit.
         """
+        if ticket.tokens:
+            return
         limit, own = self._limits.tokens, self._tenants[ticket.tenant]
         if ticket.choices > 1 and ticket.choices * tokens > limit:
             message = f"n: {ticket.choices} answers to a prompt of {tokens} tokens are more than may wait"
@@ -99,6 +117,7 @@ class AdmissionControl:
             del self._tenants[ticket.tenant]
         if started:
             self._starts.append(self._clock())
+        self._released.set()
 
     def _add(self, tenant: str, requests: int, tokens: int) -> None:
         self.waiting.add(requests, tokens)

@@ -348,6 +348,8 @@ class EngineClient:
             replica, expected = self.choose_replica(spec)
             stats.record_submission(prompt)
             stream = TokenStream(stats, ticket, spec.priority, prompt - expected.tokens)
+            if timeout:
+                stream.expect_end(timeout)
             try:
                 replica.submit(msgspec.structs.replace(add, spec=spec, timeout=timeout), stream, expected)
                 yield stream

@@ -18,7 +18,7 @@ from ...tokenization.answers.answer_formats import AnswerParsers
 from ..config import LoraConfig
 from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .adapters import AdapterEngine
-from .admission import QueueTicket
+from .admission import AdmissionControl, QueueTicket
 from .sequence_stats import SequenceStats
 from .token_stream import TokenStream
 
@@ -69,6 +69,10 @@ class Engine(Protocol):
     @property
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens that the cache blocks in use hold, and that all of them would."""
+
+    @property
+    def admission(self) -> AdmissionControl:
+        """The count of those that wait, for requests that wait until they are admitted."""
 
     @property
     def capabilities(self) -> EngineCapabilities:

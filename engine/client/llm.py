@@ -35,7 +35,7 @@ from ...core.request_context import Outcome, RequestContext
 from ...core.sampling import TokenLimit
 from ...telemetry.llm_metrics import LlmMetrics, record_request, v2_statistics
 from ..config import EngineConfig
-from ..core.messages import CoreLoading, CoreReady
+from ..core.messages import AddRequest, CoreLoading, CoreReady
 from .adapters import with_adapter
 from .add_request import build_add_request, check_vocabulary, prompt_tokens_to_keep
 from .admission import BackgroundLimit, QueueTicket
@@ -48,9 +48,10 @@ from .infer import OWN_LAYOUT, InferLayout
 from .media_tensors import with_media
 from .model_adapters import ModelAdapters
 from .model_media import ModelMedia, PromptMedia
+from .open_generation import OpenGeneration
 from .prompted_transcriber import PromptedTranscriber
 from .sequence_stats import SequenceStats, open_sequence
-from .token_stream import TokenStream
+from .token_stream import DeltaReader
 from .tokenizer_bundle import TokenizerBundle
 from .transcriber import PromptPlaces, Transcriber, load_transcriber
 
@@ -117,8 +118,8 @@ class LlmModel:
         """Has other processes that generate with this model end their requests with an id."""
         self._loaded: TokenizerBundle | None = None
         self._info = CoreReady(0, 0, 0, 0)
-        self._open: dict[TokenStream, str] = {}
-        """The streams that this process reads, with the ids that clients gave their requests."""
+        self._open: set[OpenGeneration] = set()
+        """The generations that this process reads."""
         self._transcriber: Transcriber | PromptedTranscriber | None = None
         self._constraints: ConstraintChecker | None = None
         self._background = BackgroundLimit(spec.most_in_background)
@@ -242,55 +243,73 @@ class LlmModel:
     ) -> AsyncGenerator[GenerateChunk, None]:
         # A token's whole way is one generator: every further one would cost each chunk of each stream.
         with open_sequence(self._metrics, request, context) as stats:
-            bundle, info = self.bundle, self._info
-            tokenizer, sampling = bundle.async_tokenizer, request.sampling
+            bundle = self.bundle
             if request.adapter or context.adapter:
                 request = with_adapter(request, context)
             self._spec.check_request(request, context.tenant)
-            adapts = request.adapter or request.lora_task
+            generation = OpenGeneration(request.id, context, self._spec.timeout_of(request, context), self._open)
+            waits, adapts = context.waits_for_room, request.adapter or request.lora_task
             with (
-                self._admit(request, context) as ticket,
-                await self.adapters.use(request, stats, context) if adapts else _NO_ADAPTER as adapter,
+                generation,
+                await generation.wait_for(self._admit_in_turn(request, context))
+                if waits
+                else self._admit(request, context) as ticket,
+                await generation.wait_for(self.adapters.use(request, stats, context))
+                if adapts
+                else _NO_ADAPTER as adapter,
             ):
-                timeout = self._spec.timeout_of(request, context)
-                kept, limit = prompt_tokens_to_keep(sampling, info.max_model_len), TokenLimit(info.max_model_len)
-                if media is None and prompt_media(request.prompt):
-                    media = await self._media.read(request.prompt, context, request.cache_salt, timeout)
-                media = media or self._media.plain
-                stand_ins = None if media is None else media.text
-                prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
-                banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
-                echoed = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
-                echo = await tokenizer.prompt_text(echoed, prompt) if request.echo else ""
-                plan = await tokenizer.call(plan_answer, request, prompt, bundle.tokenizer, self._spec.parsers)
-                if plan.warning:
-                    context.warn(plan.warning)
-                self._spec.check_constraint(plan.constraint)
-                predicted = list[int]()
-                if request.prediction:
-                    predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
-                defaults = bundle.defaults
-                add = build_add_request(request, context, plan.prompt, defaults, info, banned, adapter, predicted)
-                if media is not None:
-                    add = media.place(add, request.prompt)
-                if info.source_tokens:
-                    add = await self._media.encode_source(add, plan.prompt, context, timeout)
-                if plan.constraint is not None:  # the most expensive check comes last
-                    plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
-                add = await tokenizer.call(plan.complete, add)
-                prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
-                ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
-                builder = plan.builder(sampling, ends, echo, prompt_ids, predicted)
+                add, builder = await generation.wait_for(
+                    self._prepare(bundle, request, context, media, adapter, generation.timeout)
+                )
+                if waits:
+                    take = partial(ticket.admission.add_prompt, ticket, add.prompt_tokens)
+                    await generation.wait_for(ticket.admission.take_turn("tokens", take))
                 with self._client.open_stream(add, stats, ticket) as stream:
-                    self._open[stream] = request.id
-                    try:
-                        while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
-                            yield chunk
-                    finally:
-                        del self._open[stream]
+                    generation.read_from(stream)
+                    while (chunk := await stream.read_chunk(builder, output)).finish_reason is None:
+                        yield chunk
             # The engine is aborted by now: a stop string may end a text long before its last token.
             stats.record_finish(chunk.finish_reason)
             yield self._completed(chunk, request, stats)
+
+    async def _prepare(
+        self,
+        bundle: TokenizerBundle,
+        request: GenerateRequest,
+        context: RequestContext,
+        media: PromptPlaces | None,
+        adapter: str,
+        timeout: float,
+    ) -> tuple[AddRequest, DeltaReader]:
+        """What the engine is asked, and what makes chunks of its tokens."""
+        info, tokenizer, sampling = self._info, bundle.async_tokenizer, request.sampling
+        kept, limit = prompt_tokens_to_keep(sampling, info.max_model_len), TokenLimit(info.max_model_len)
+        if media is None and prompt_media(request.prompt):
+            media = await self._media.read(request.prompt, context, request.cache_salt, timeout)
+        media = media or self._media.plain
+        stand_ins = None if media is None else media.text
+        prompt = await tokenizer.prompt_ids(request.prompt, limit=limit, kept=kept, media=stand_ins)
+        banned = [*await tokenizer.word_ids(sampling.bad_words), *request.bad_word_ids]
+        echoed = request.prompt if kept is None or len(prompt) < kept else tuple(prompt)
+        echo = await tokenizer.prompt_text(echoed, prompt) if request.echo else ""
+        plan = await tokenizer.call(plan_answer, request, prompt, bundle.tokenizer, self._spec.parsers)
+        if plan.warning:
+            context.warn(plan.warning)
+        self._spec.check_constraint(plan.constraint)
+        predicted = list[int]()
+        if request.prediction:
+            predicted = await tokenizer.text_ids(request.prediction, limit, "prediction")
+        add = build_add_request(request, context, plan.prompt, bundle.defaults, info, banned, adapter, predicted)
+        if media is not None:
+            add = media.place(add, request.prompt)
+        if info.source_tokens:
+            add = await self._media.encode_source(add, plan.prompt, context, timeout)
+        if plan.constraint is not None:  # the most expensive check comes last
+            plan = replace(plan, constraint=await self._enforce(plan.constraint, context))
+        add = await tokenizer.call(plan.complete, add)
+        prompt_ids = tuple(plan.prompt) if request.return_prompt_ids else ()
+        ends = TextEnds(bundle.defaults.eos, request.stop_word_ids)
+        return add, plan.builder(sampling, ends, echo, prompt_ids, predicted)
 
     def _completed(self, last: GenerateChunk, request: GenerateRequest, stats: SequenceStats) -> GenerateChunk:
         """The last chunk of a text, with how another server goes on, and the report about its drafts, where wanted."""
@@ -307,6 +326,11 @@ class LlmModel:
             return ticket
         ticket.release()  # a full queue refuses this, too, but it takes no place in it
         return self._background.admit(context.tenant, len(context.sequences) == 1, self._client.kv_tokens)
+
+    async def _admit_in_turn(
+        self, request: GenerateRequest, context: RequestContext
+    ) -> AbstractContextManager[QueueTicket]:
+        return await self._client.admission.take_turn("requests", partial(self._admit, request, context))
 
     def infer(self, request: InferRequest, context: RequestContext) -> ResponseStream[InferResponse]:
         return self._layout.infer(request, context, self)
@@ -327,10 +351,10 @@ class LlmModel:
         self.cancel_here(request_id)
 
     def cancel_here(self, request_id: str) -> None:
-        """As `cancel`, for streams that this process reads."""
-        for stream, own_id in self._open.items():
-            if own_id and own_id == request_id and not stream.ended:
-                stream.interrupt(Cancelled("Request cancelled by client"))
+        """As `cancel`, for generations that this process reads."""
+        for generation in self._open:
+            if request_id and generation.request_id == request_id:
+                generation.interrupt(Cancelled("Request cancelled by client"))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizedPrompt:
         limit = TokenLimit(self._max_counted, "what is only tokenized may have at most")

@@ -13,7 +13,7 @@ from ...core.metrics import Reading
 from ...core.request import GenerateRequest
 from ...core.request_context import RequestContext
 from ...tokenization.checkpoint_files import locate_adapter
-from .adapters import AdapterEngine, AdapterTable
+from .adapters import AdapterEngine, AdapterTable, AdapterUse
 from .engine import EngineSpec
 from .sequence_stats import SequenceStats
 from .task_adapters import TaskAdapters
@@ -24,7 +24,7 @@ class ModelAdapters:
     can. Raises `InvalidArgument` if `spec` wants that of an engine that cannot."""
 
     def __init__(self, name: str, spec: EngineSpec, engine: AdapterEngine | None) -> None:
-        self._name = name
+        self._name, self._spec = name, spec
         self._table: AdapterTable | None = None
         self._modules: Mapping[str, str] = {}
         self._directories: dict[str, str] = {}
@@ -74,14 +74,20 @@ class ModelAdapters:
         self, request: GenerateRequest, stats: SequenceStats, context: RequestContext
     ) -> AbstractContextManager[str]:
         """The block in which a sequence uses the adapter that its request names or brings; it gets what the engine
-        calls the adapter."""
+        calls the adapter. Raises `RequestTimeout` if the request's time is up before it is held."""
         if self._table is None:
             return nullcontext(request.adapter)
+        use = self._use(self._table, request, stats, context)
+        return await context.in_time(use, self._spec.timeout_of(request, context))
+
+    async def _use(
+        self, table: AdapterTable, request: GenerateRequest, stats: SequenceStats, context: RequestContext
+    ) -> AdapterUse:
         if request.lora_task is None:
-            return await self._table.use(request.adapter, stats)
+            return await table.use(request.adapter, stats)
         if request.adapter:
             raise InvalidArgument("give either lora_name or lora_task_id", field="lora_task_id")
-        return await self._table.use(await self._tasks.load(request.lora_task, context.tenant), stats)
+        return await table.use(await self._tasks.load(request.lora_task, context.tenant), stats)
 
     def readings(self) -> Iterator[Reading]:
         """The model's series about adapters, for a scrape."""

@@ -19,6 +19,9 @@ from ...core.request import FinishReason, GenerateChunk
 from .admission import QueueTicket
 from .sequence_stats import SequenceStats
 
+_GRACE_SECONDS = 5.0
+"""How long after its time a sequence is ended here: an engine looks before each step, and one that hangs never."""
+
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """The tokens since the last read."""
@@ -138,6 +141,7 @@ class TokenStream:
         self._is_read: Callable[[], bool] = bool
         """Whether the waiting reader has its chunk, or has left; counts only beside a `_write_token`."""
         self._sinks: _UnreadSinks | None = None
+        self._late: asyncio.TimerHandle | None = None
         self.started = False
 
     @property
@@ -190,6 +194,8 @@ class TokenStream:
         """Its reader has left: the sequence counts neither as waiting nor as unread. May be called again."""
         self.stats.end_wait()
         self._end_unread()
+        if self._late is not None:
+            self._late.cancel()
 
     def _end_unread(self) -> None:
         """Count the stream as unread no longer."""
@@ -220,6 +226,14 @@ class TokenStream:
         """Wake the reader for more than a token's text: the end."""
         self._write_token = None
         self._wake_reader()
+
+    def expect_end(self, seconds: float) -> None:
+        """Have the reader leave with `RequestTimeout` if the engine does not end the stream after so many seconds."""
+        self._late = asyncio.get_running_loop().call_later(seconds + _GRACE_SECONDS, self._expire)
+
+    def _expire(self) -> None:
+        if not self.ended:
+            self.interrupt(RequestTimeout())
 
     async def read(self) -> TokenDelta:
         """Wait for new tokens and take all of them.

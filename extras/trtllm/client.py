@@ -120,7 +120,7 @@ class TrtllmClient:
         self._default_timeout = options.default_request_timeout
         self._on_progress = on_progress
         self._metrics = metrics
-        self._admission = AdmissionControl(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
+        self.admission = AdmissionControl(QueueLimits(options.max_queued_requests, options.max_queued_tokens))
         self._stats = IterationStats(metrics)
         self._requests: dict[int, TrtllmRequest] = {}
         self._queue = AdmissionQueue(1)
@@ -178,10 +178,10 @@ class TrtllmClient:
         await self._loader.close()
 
     def admit(self, request: GenerateRequest, tenant: str = "") -> QueueTicket:
-        self._admission.check_count(request.prompt_count, request.choice_count)
+        self.admission.check_count(request.prompt_count, request.choice_count)
         if self._runtime is None:
             raise Unavailable(self._why_not)
-        return self._admission.admit(tenant, request.choice_count)
+        return self.admission.admit(tenant, request.choice_count)
 
     @contextmanager
     def open_stream(
@@ -190,7 +190,7 @@ class TrtllmClient:
         if self._runtime is None:
             raise Unavailable(self._why_not)
         stats = stats or SequenceStats(self._metrics)
-        with ticket or self._admission.admit(add.spec.tenant) as ticket:
+        with ticket or self.admission.admit(add.spec.tenant) as ticket:
             prompt = len(add.spec.prompt)
             ticket.admission.add_prompt(ticket, prompt)
             arguments = self._runtime.translate(add)  # a request that can never be satisfied does not wait to hear so

@@ -24,7 +24,9 @@ FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_
 @pytest.fixture(scope="module")
 def llm(words: Path) -> Iterator[charonia.LLM]:
     """Its next token is the last one plus one."""
-    with charonia.LLM(words, max_num_seqs=4, max_queued_requests=8, fake_step_seconds=0.002, **FAKE) as loaded:
+    with charonia.LLM(
+        words, max_num_seqs=4, max_queued_requests=8, max_queued_tokens=900, fake_step_seconds=0.002, **FAKE
+    ) as loaded:
         yield loaded
 
 
@@ -74,6 +76,23 @@ def test_more_prompts_than_may_wait_are_answered(llm: charonia.LLM) -> None:
     outputs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=Bar)
     assert [output.outputs[0].token_ids[0] for output in outputs] == [prompt[0] + 1 for prompt in prompts]
     assert shown == [-60, *[1] * 60]
+
+
+def test_more_answers_and_tokens_than_may_wait_are_given_without_a_refusal(llm: charonia.LLM) -> None:
+    before = refusals(llm)
+    several = llm.generate([[number] for number in range(20)], SamplingParams(max_tokens=2, n=5))
+    assert [[answer.token_ids for answer in output.outputs] for output in several] == [
+        [[number + 1, number + 2]] * 5 for number in range(20)
+    ]
+    long = llm.generate([[number] * 400 for number in range(12)], SamplingParams(max_tokens=1))
+    assert [output.outputs[0].token_ids for output in long] == [[number + 1] for number in range(12)]
+    assert refusals(llm) == before
+
+
+def refusals(llm: charonia.LLM) -> list[str]:
+    """The series of refused requests; prompts that wait are none."""
+    series = llm.server.metrics().splitlines()
+    return [line for line in series if line.startswith("charonia_requests_total") and "rejected" in line]
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: charonia.LLM) -> None:

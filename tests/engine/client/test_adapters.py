@@ -11,9 +11,13 @@ from typing import NamedTuple
 import pytest
 
 from charonia.core.adapter import Adapter
-from charonia.core.errors import InvalidArgument, NotFound, NotReady, Unavailable
+from charonia.core.errors import InvalidArgument, NotFound, NotReady, RequestTimeout, Unavailable
+from charonia.core.request import GenerateRequest
+from charonia.core.request_context import RequestContext
 from charonia.engine.client import adapters
 from charonia.engine.client.adapters import AdapterTable, AdapterUse
+from charonia.engine.client.engine import EngineSpec
+from charonia.engine.client.model_adapters import ModelAdapters
 from charonia.engine.client.sequence_stats import SequenceStats
 from charonia.engine.config import LoraConfig
 from charonia.telemetry.llm_metrics import LlmMetrics
@@ -179,6 +183,27 @@ async def test_who_leaves_while_an_adapter_is_read_does_not_keep_it(world: World
     world.engine.gate.set()
     assert await world.ask("b") == "bbbbbb"
     assert world.engine.held == ["bbbbbb"]
+
+
+async def test_a_request_waits_for_an_adapter_no_longer_than_its_time(world: World) -> None:
+    engine = world.engine
+    spec = EngineSpec("remembering", "nowhere", connect=lambda *_: None, lora=LoraConfig(max_bytes=10))
+    model = ModelAdapters("base", spec, engine)
+    for content in ("aaaa", "bbbb", "cccc"):
+        await model.load_adapter(content[0], world.make(content))
+    assert engine.held == ["bbbb", "cccc"]
+    engine.gate.clear()
+    request = GenerateRequest(id="", prompt="", adapter="a", timeout=0.01)
+    with pytest.raises(RequestTimeout):
+        await model.use(request, SequenceStats(LlmMetrics()), RequestContext("test"))
+    engine.gate.set()
+    request = GenerateRequest(id="", prompt="", adapter="a")
+    with await model.use(request, SequenceStats(LlmMetrics()), RequestContext("test")) as digest:
+        assert digest == "aaaa"
+    for name in "abc":  # nobody uses it any more
+        await model.unload_adapter(name)
+    await until(lambda: not engine.held)
+    await model.close()
 
 
 async def test_files_that_changed_are_not_taken_for_those_that_were_loaded(world: World) -> None:

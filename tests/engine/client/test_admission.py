@@ -1,5 +1,7 @@
 """Limits on the requests that wait: counted, checked, and told apart; with a clock of the test's own."""
 
+import asyncio
+
 import pytest
 
 from charonia.core.errors import InvalidArgument, QueueFull
@@ -126,3 +128,30 @@ def test_background_work_is_limited_by_requests() -> None:
                 ticket.release(started=True)
                 assert limit.count == 3
     assert limit.count == 0
+
+
+async def test_who_waits_for_room_is_admitted_in_turn() -> None:
+    """Those with a place wait for tokens while others wait for a place, and whoever leaves is in nobody's way."""
+    admission, admitted = AdmissionControl(QueueLimits(requests=2, tokens=10)), list[int]()
+
+    async def ask(number: int) -> QueueTicket:
+        ticket = await admission.take_turn("requests", admission.admit)
+        try:
+            await admission.take_turn("tokens", lambda: admission.add_prompt(ticket, 8))
+        except asyncio.CancelledError:
+            ticket.release()
+            raise
+        admitted.append(number)
+        return ticket
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(5)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (admitted, admission.waiting.requests, admission.waiting.tokens) == ([0], 2, 8)
+    for leaving in (1, 3):
+        tasks[leaving].cancel()
+    for number in (0, 2, 4):
+        ticket = await tasks[number]
+        assert admitted[-1] == number
+        ticket.release(started=True)
+    assert (admission.waiting.requests, admission.waiting.tokens) == (0, 0)

@@ -16,7 +16,7 @@ import zmq
 
 from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.request import FinishReason, GenerateRequest
-from charonia.engine.client import core_supervisor
+from charonia.engine.client import core_supervisor, token_stream
 from charonia.engine.client.client import EngineClient
 from charonia.engine.client.core_supervisor import DEFAULT_TIMEOUTS, CoreTimeouts
 from charonia.engine.client.token_stream import TokenDelta
@@ -251,6 +251,19 @@ async def test_a_core_that_hangs_is_killed_and_comes_back(start: Start) -> None:
         await reader
     await until(lambda: client.ready)
     assert not alive(hung)
+
+
+async def test_a_core_that_hangs_keeps_no_request_beyond_its_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_stream, "_GRACE_SECONDS", 0.01)
+    client = await start(step_seconds=0.01)
+    [hung] = client.pids
+    os.kill(hung, signal.SIGSTOP)
+    with pytest.raises(RequestTimeout):
+        await read_all(client, [1], timeout=0.01)
+    os.kill(hung, signal.SIGCONT)
+    assert tokens(await read_all(client, [1], max_tokens=2, timeout=SECONDS)) == [2, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from charonia.core.drafts import DraftLimit
-from charonia.core.errors import InvalidArgument, QueueFull, RequestTimeout, Unavailable
+from charonia.core.errors import Cancelled, InvalidArgument, QueueFull, RequestTimeout, Unavailable
 from charonia.core.metrics import Histogram
 from charonia.core.request import (
     ChatMessage,
@@ -361,6 +361,27 @@ async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_stands_in_line
         await generate(model, ask("w1"))
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert text(await generate(model, ask("w1", max_tokens=1))) == " w2"
+    assert model.stats().cancelled == 1
+
+
+async def test_time_that_runs_out_while_a_prompt_is_tokenized(load: Load, tokenizing: threading.Event) -> None:
+    model = await load(max_queued_requests=1)
+    late = GenerateRequest(id="1", prompt=CHAT, sampling=SamplingParams(max_tokens=1), timeout=0.01)
+    with pytest.raises(RequestTimeout):
+        await generate(model, late)
+    assert text(await generate(model, ask("w1", max_tokens=1))) == " w2"
+    assert (model.stats().failure, model.stats().cancelled) == (1, 0)
+
+
+async def test_a_request_is_cancelled_while_its_prompt_is_tokenized(load: Load, tokenizing: threading.Event) -> None:
+    model = await load(max_queued_requests=1)
+    reader = asyncio.create_task(generate(model, ask(CHAT)))
+    await asyncio.sleep(0)
+    model.cancel("another")
+    model.cancel("1")
+    with pytest.raises(Cancelled):
         await reader
     assert text(await generate(model, ask("w1", max_tokens=1))) == " w2"
     assert model.stats().cancelled == 1
