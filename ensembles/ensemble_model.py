@@ -6,9 +6,10 @@ its own. A failed step, or a client that leaves, cancels everything of the reque
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from ..core.backends import AskedVersion, CompositionBackend, RequestTimes
@@ -26,6 +27,9 @@ from .ensemble_plan import ENSEMBLE, EnsemblePlan, EnsembleStep, Stage, plan_ens
 """The endpoint that requests of ensembles come from, in metrics and traces."""
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+
+_KEPT_PLANS = 64
+"""Plans that an ensemble keeps for requests that name some of its outputs."""
 
 StepOutputs: TypeAlias = Mapping[str, Tensor]
 
@@ -296,6 +300,7 @@ class Ensemble:
         self._config = config
         self._gateway = gateway
         self._plan: EnsemblePlan | None = None
+        self._plan_for: Callable[[frozenset[str]], EnsemblePlan]
 
     async def load(self) -> ModelConfig:
         """Check the steps against their models, which are loaded. Whatever the config says, it is decoupled if one of
@@ -305,6 +310,7 @@ class Ensemble:
             CharoniaError: a model is not loaded, or does not fit.
         """
         self._plan = plan_ensemble(self._config, self._loaded_config)
+        self._plan_for = lru_cache(_KEPT_PLANS)(self._plan.for_outputs)
         if not self._plan.decoupled or self._config.decoupled:
             return self._config
         raw = {**self._config.raw, "model_transaction_policy": {"decoupled": True}}
@@ -332,6 +338,8 @@ class Ensemble:
         plan = self._plan
         holder = RequestContext(ENDPOINT)
         assert plan is not None
+        if request.outputs is not None and len(request.outputs) < len(plan.outputs):
+            plan = self._plan_for(frozenset(request.outputs))
         holder.counted = True  # it asks nothing, but holds the models until the end
         with holder:
             handles = {step.number: await self._acquire(step, holder) for step in plan.steps}

@@ -5,8 +5,8 @@ are the same in all passes. Rules and error texts are Triton's:
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/ensemble_models.md.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -77,6 +77,21 @@ class EnsemblePlan:
             if stage.source is not None:
                 yield stage.source
             yield from stage.steps
+
+    def for_outputs(self, wanted: Collection[str]) -> "EnsemblePlan":
+        """The plan without the steps that none of these outputs needs."""
+        needed = set(wanted)
+        kept = set[int]()
+        for step in reversed(tuple(self.steps)):
+            if not needed.isdisjoint(step.outputs.values()):
+                kept.add(step.number)
+                needed.update(step.inputs.values())
+        stages = []
+        for stage in self.stages:
+            if stage.source is None or stage.source.number in kept:
+                steps = tuple(step for step in stage.steps if step.number in kept)
+                stages.append(Stage(stage.source, steps, _are_chained(steps)))
+        return replace(self, stages=tuple(stages))
 
 
 def read_steps(config: ModelConfig) -> tuple[EnsembleStep, ...]:

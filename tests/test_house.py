@@ -119,7 +119,7 @@ BUDGETS = {
     "scheduler": 2_519,
     "engine": 31_932,
     "classic_backends": 8_958,
-    "ensembles": 1_200,
+    "ensembles": 1_216,
     "routing": 250,
     "repository": 4_960,
     "api": 10_784,

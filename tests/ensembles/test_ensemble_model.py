@@ -65,6 +65,12 @@ ENSEMBLES = {
     + step("repeat", {"IN": "IN", "DELAY": "DELAY", "WAIT": "WAIT"}, {"OUT": "r"})
     + step("echo", {"IN": "r"}, {"OUT": "Y"})
     + " }",
+    "branched": f"""platform: "ensemble" input {{ name: "X" {NUMBER} }}
+        output [ {{ name: "Y" {NUMBER} }}, {{ name: "Z" {NUMBER} }} ] ensemble_scheduling {{ """
+    + SQUARE
+    + step("echo", {"IN": "s"}, {"OUT": "Y"})
+    + step("echo", {"IN": "X"}, {"OUT": "Z"})
+    + " }",
 }
 
 
@@ -89,18 +95,21 @@ class Served:
         for name in names or (*CONFIGS, *ENSEMBLES):
             await self.gateway.lifecycle.load(read_model(self.directory / name))
 
-    async def responses(self, model: str, **inputs: np.ndarray) -> AsyncIterator[int]:
+    async def responses(
+        self, model: str, outputs: tuple[str, ...] | None = None, **inputs: np.ndarray
+    ) -> AsyncIterator[int]:
+        """The first output of each response."""
         tensors = {
             name: Tensor(name, _DATATYPES[array.dtype.char], array.shape, array) for name, array in inputs.items()
         }
         with self.gateway.open_request("test") as context:
             handle = await self.gateway.acquire(context, model)
-            async with aclosing(handle.infer(InferRequest("id", tensors))) as responses:
+            async with aclosing(handle.infer(InferRequest("id", tensors, outputs))) as responses:
                 async for response in responses:
                     yield int(response.outputs[0].data.item())
 
-    async def ask(self, model: str, x: int) -> list[int]:
-        return [response async for response in self.responses(model, X=np.array([x], np.int32))]
+    async def ask(self, model: str, x: int, outputs: tuple[str, ...] | None = None) -> list[int]:
+        return [response async for response in self.responses(model, outputs, X=np.array([x], np.int32))]
 
     def counts(self, model: str) -> tuple[int, int, int]:
         """Requests that succeeded and failed, and those that a cache had."""
@@ -150,6 +159,18 @@ async def test_an_ensemble_is_decoupled_if_a_step_is_whatever_its_config_says(se
         reading for reading in first[0].readings if reading.family == "nv_inference_first_response_histogram_ms"
     ]
     assert [sum(each.value.counts) for each in histogram] == [1]
+
+
+async def test_steps_that_no_wanted_output_needs_do_not_run(served: Served) -> None:
+    """Nor do they multiply the answers, or fail the request."""
+    assert await served.ask("branched", 3, ("Z",)) == [3]
+    assert served.counts("square") == (0, 0, 0)
+    assert await served.ask("branched", 3, ("Z", "Y")) == await served.ask("branched", 3) == [3, 3, 3]
+    assert served.counts("square") == (2, 0, 0)
+    await served.gateway.lifecycle.unload("square")
+    assert await served.ask("branched", 4, ("Z",)) == [4]
+    with pytest.raises(NotFound):
+        await served.ask("branched", 4, ("Y",))
 
 
 async def test_answers_are_cached_whole_and_by_step(served: Served) -> None:

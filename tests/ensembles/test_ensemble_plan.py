@@ -4,7 +4,7 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.model import ModelConfig
-from charonia.ensembles.ensemble_plan import ENSEMBLE
+from charonia.ensembles.ensemble_plan import ENSEMBLE, EnsemblePlan
 
 from .graphs import Step, ensemble, plan, spec
 
@@ -41,6 +41,44 @@ def test_a_decoupled_step_opens_a_stage_and_earlier_tensors_are_held() -> None:
 def test_steps_beside_each_other_are_not_chained() -> None:
     built = plan(ensemble(["x"], ["a", "b"], FIRST, ("identity", {"IN": "x"}, {"OUT": "b"})))
     assert not built.stages[0].chained
+
+
+def stages(built: EnsemblePlan) -> list[tuple[int | None, list[int]]]:
+    """The numbers of the steps, by stage: of its source, and of those that run in it."""
+    return [
+        (None if stage.source is None else stage.source.number, [step.number for step in stage.steps])
+        for stage in built.stages
+    ]
+
+
+def test_a_plan_for_some_outputs_has_the_steps_that_they_need() -> None:
+    steps: list[Step] = [
+        FIRST,
+        ("add_sub", {"A": "a", "B": "x"}, {"SUM": "sum", "DIFF": "d"}),
+        ("identity", {"IN": "d"}, {"OUT": "b"}),
+    ]
+    built = plan(ensemble(["x"], ["a", "sum", "b"], *steps))
+    assert stages(built.for_outputs(["a", "sum", "b"])) == stages(built) == [(None, [0, 1, 2])]
+    assert stages(built.for_outputs(["b"])) == [(None, [0, 1, 2])]
+    assert stages(built.for_outputs(["sum"])) == [(None, [0, 1])]
+    assert stages(built.for_outputs(["a"])) == [(None, [0])]
+    assert not built.for_outputs(["a"]).decoupled
+
+
+def test_a_plan_without_a_decoupled_step_has_no_stage_for_it() -> None:
+    steps: list[Step] = [
+        ("square", {"IN": "x"}, {"OUT": "s"}),
+        FIRST,
+        ("identity", {"IN": "a"}, {"OUT": "b"}),
+        ("identity", {"IN": "x"}, {"OUT": "c"}),
+        ("identity", {"IN": "s"}, {"OUT": "y"}),
+    ]
+    built = plan(ensemble(["x"], ["y", "b", "c"], *steps))
+    assert not built.stages[0].chained
+    alone = built.for_outputs(["b"])
+    assert stages(alone) == [(None, [1, 2])]
+    assert alone.stages[0].chained
+    assert stages(built.for_outputs(["y", "c"])) == [(None, [3]), (0, [4])]
 
 
 @pytest.mark.parametrize(
