@@ -4,8 +4,9 @@ See https://github.com/triton-inference-server/server/blob/main/docs/user_guide/
 """
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ..core.errors import CharoniaError, DiskFull, Internal, InvalidArgument, NotFound, is_disk_full
@@ -14,7 +15,7 @@ from .backend_registry import PIPELINE_BACKEND, PYTHON, is_own_backend
 from .catalog import RepositoryCatalog
 from .config_io import parse_config_override
 from .lifecycle import LoadFailure, ModelLifecycle
-from .model_registry import ModelRegistry
+from .model_registry import ModelEntry, ModelRegistry
 from .model_source import ModelSource
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,17 @@ class CircularEnsembles(InvalidArgument):
     """An ensemble asks another one that asks it."""
 
 
+@dataclass
+class StepLoads:
+    """The models that one request has loaded because others ask them."""
+
+    loaded: set[str] = field(default_factory=set)
+    """Those that were not served before."""
+
+    seen: set[str] = field(default_factory=set)
+    """All that it has looked at: several may ask one."""
+
+
 class ModelControl:
     """Loads and unloads models as requests ask for, in mode explicit. `allow_code`: requests may bring Python code;
     `allow_pipelines`: they may load pipelines, which run in the server's own process."""
@@ -55,22 +67,35 @@ class ModelControl:
         self._lifecycle = lifecycle
         # The stamps of models that serve with a request's config, of the time when it was given.
         self._overridden: dict[str, Hashable] = {}
-        # Models that were loaded because ensembles ask them, with the ensembles.
-        self._loaded_for: dict[str, set[str]] = {}
+        # Models that serve with a request's files.
+        self._uploaded: set[str] = set()
+        # What the models ask that are being loaded.
+        self._asked: list[frozenset[str]] = []
 
     async def loadable_models(self) -> list[str]:
         """Names of models that a request could load."""
         return await self._lifecycle.run_blocking(self._catalog.model_names)
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        """Load a model, and before it those that it asks, if it is an ensemble."""
+        """Load a model, and before it those that it asks, if it is an ensemble: what of them is loaded and has changed
+        is loaded anew. What was loaded for a model that fails is unloaded again."""
         await self._lifecycle.refresh(self._catalog)
-        self._loaded_for.pop(name, None)
-        await self._load(name, config, files)
+        self._registry.implicit.discard(name)
+        steps = StepLoads()
+        try:
+            await self._load(name, config, files, steps)
+        finally:
+            await self._unload_unused(steps.loaded)
 
     async def _load(
-        self, name: str, config: str | None, files: Mapping[str, bytes], asked_by: tuple[str, ...] = ()
+        self,
+        name: str,
+        config: str | None,
+        files: Mapping[str, bytes],
+        steps: StepLoads,
+        asked_by: tuple[str, ...] = (),
     ) -> None:
+        """`asked_by`: the ensembles that ask for it, the outermost first."""
         _check_name(name)
         if name in self._registry.route_names:
             raise InvalidArgument(
@@ -94,87 +119,98 @@ class ModelControl:
             kind = DiskFull if isinstance(error, DiskFull) else Internal
             raise kind(message, field=error.field) from None
         try:
-            await self._load_with_steps(source, release, asked_by)
+            await self._load_with_steps(source, release, steps, asked_by)
         except LoadFailure as failure:
             log.error("model '%s' failed to load for a request: version %s: %s", name, failure.version, failure)
             message = f"load failed for model '{name}': version {failure.version} is at UNAVAILABLE state: {failure};\n"
             raise (DiskFull if is_disk_full(failure) else InvalidArgument)(message) from None
         self._overridden.pop(name, None)
+        (self._uploaded.add if files else self._uploaded.discard)(name)
         if not from_disk:  # which nothing but this request has
             self._registry.entries[name].pinned = True
         if config is not None and not files:
             self._overridden[name] = stamps
 
     async def _load_with_steps(
-        self, source: ModelSource, release: Callable[[], None], asked_by: tuple[str, ...]
+        self, source: ModelSource, release: Callable[[], None], steps: StepLoads, asked_by: tuple[str, ...]
     ) -> None:
-        """Load a model, and before it those that it asks. What was loaded for it alone goes if it is not served then,
-        or does not ask it any more."""
+        """Load a model, and before it those that it asks."""
+        entry = self._registry.entries.get(source.name)
+        self._asked.append(source.steps)
         try:
             try:
-                if source.backend == PIPELINE_BACKEND and not self._allow_pipelines:
+                if source.backend == PIPELINE_BACKEND and not self._allow_pipelines and not _is_loaded(entry, source):
                     message = f"model '{source.name}' is a pipeline, {_PIPELINE_REFUSED}"
                     raise InvalidArgument(message, field="backend")
-                await self._load_steps(source, asked_by)
+                await self._load_steps(source, steps, asked_by)
             except BaseException:
                 release()
                 raise
-            await self._lifecycle.load(source, release=release)
-        except Exception:
-            entry = self._registry.entries.get(source.name)
-            if entry is None or not entry.served_versions:
-                await self._unload_unasked(source.name, frozenset())
-            raise
-        await self._unload_unasked(source.name, source.steps)
+            if asked_by and entry is not None and entry.served_versions and not entry.loaded_versions:
+                await self._lifecycle.describe(source, release)  # its requests load it
+            else:
+                await self._lifecycle.load(source, release=release)
+        finally:
+            self._asked.remove(source.steps)
 
-    async def _unload_unasked(self, name: str, needed: Collection[str]) -> None:
-        """Unload what was loaded only because the ensemble `name` asked it; it now asks these."""
-        for step, ensembles in self._loaded_for.items():
-            if step not in needed:
-                ensembles.discard(name)
-        for step in [step for step, ensembles in self._loaded_for.items() if not ensembles]:
-            await self.unload(step)
-
-    async def _load_steps(self, source: ModelSource, asked_by: tuple[str, ...]) -> None:
-        """Load the models that an ensemble asks and that are not loaded; its own load tells which are missing.
-        `asked_by`: the ensembles that ask for this one, the outermost first."""
-        if source.name in asked_by:
-            circle = " -> ".join((*asked_by, source.name))
-            raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
+    async def _load_steps(self, source: ModelSource, steps: StepLoads, asked_by: tuple[str, ...]) -> None:
+        """Load the models that an ensemble asks, as far as they are not loaded or have changed; its own load tells
+        which are missing."""
+        asked_by = (*asked_by, source.name)
         for step in sorted(await self._lifecycle.run_blocking(self._catalog.steps_there, source)):
-            entry = self._registry.entries.get(step)
-            loaded = entry is not None and bool(entry.served_versions)
-            if loaded and step not in self._loaded_for:
+            if step in asked_by:
+                circle = " -> ".join((*asked_by, step))
+                raise CircularEnsembles(f"circular dependency between ensembles: {circle}", field="ensemble_scheduling")
+            known = self._registry.find(step)
+            if step in self._registry.route_names or (known is not None and known.name != step):
+                continue  # it is a route, another name of a model, or an adapter
+            if step in steps.seen:
                 continue
-            self._loaded_for.setdefault(step, set()).add(source.name)
-            if loaded:
-                continue
+            steps.seen.add(step)
+            if known is None or not known.served_versions:
+                self._registry.implicit.add(step)
+                steps.loaded.add(step)
+            elif step in self._uploaded or any(loaded.source_mark is None for loaded in known.loaded_versions.values()):
+                continue  # its files are a request's, or it is a checkpoint on its own, which is not followed
             try:
-                await self._load(step, None, {}, (*asked_by, source.name))
+                await self._load(step, None, {}, steps, asked_by)
             except CircularEnsembles:
                 raise
             except CharoniaError as error:
                 log.warning("ensemble '%s': %s", source.name, error.message)
 
     async def unload(self, name: str, dependents: bool = False) -> None:
-        """Unload a model, and what was loaded only because it asks it; with `dependents` all that it asks."""
+        """Unload a model; with `dependents` also what it asks, as far as that was loaded for models that ask it, and
+        none of these is left."""
         _check_name(name)
-        left, unloaded = [name], set[str]()
+        asked, left = set[str](), [name] if dependents else []
         while left:
-            model = left.pop()
-            if model in unloaded:  # ensembles may ask each other
-                continue
-            unloaded.add(model)
-            if dependents:
-                with suppress(CharoniaError):
-                    left += sorted((await self._lifecycle.run_blocking(self._catalog.read, model)).steps)
-            await self._lifecycle.unload(model)
-            self._overridden.pop(model, None)  # not before: a load that had to end first has set it
-            self._loaded_for.pop(model, None)
-            for step, ensembles in self._loaded_for.items():
-                ensembles.discard(model)
-                if not ensembles:
-                    left.append(step)
+            entry = self._registry.entries.get(left.pop())
+            new = frozenset() if entry is None else entry.asked_models - asked
+            asked |= new
+            left += new
+        await self._unload(name)
+        await self._unload_unused(asked)
+
+    async def _unload(self, name: str) -> None:
+        await self._lifecycle.unload(name)
+        self._overridden.pop(name, None)  # not before: a load that had to end first has set it
+        self._uploaded.discard(name)
+        self._registry.implicit.discard(name)
+
+    async def _unload_unused(self, names: set[str]) -> None:
+        """Unload those of these models that were loaded because others asked them, and that none asks any more."""
+        left = set(names)
+        while name := next(filter(self._is_unused, sorted(left)), None):
+            left.discard(name)
+            await self._unload(name)
+
+    def _is_unused(self, name: str) -> bool:
+        entries = self._registry.entries
+        if name not in entries or not entries[name].served_versions or name not in self._registry.implicit:
+            return False
+        asked = (entry.asked_models for entry in entries.values())
+        return not any(name in models for models in (self._registry.routed_models, *self._asked, *asked))
 
     async def _read(
         self, name: str, config: str | None, files: Mapping[str, bytes]
@@ -202,6 +238,13 @@ class ModelControl:
             scratch.close()
             raise
         return source, scratch.close
+
+
+def _is_loaded(entry: ModelEntry | None, source: ModelSource) -> bool:
+    """Whether a model is loaded from just this source."""
+    loaded = {} if entry is None else entry.loaded_versions
+    marks = {version.number: version.mark for version in source.versions}
+    return marks == {number: version.source_mark for number, version in loaded.items()}
 
 
 def _check_runs_no_code(source: ModelSource, uploaded: bool) -> None:

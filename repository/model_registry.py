@@ -14,6 +14,7 @@ from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
 from ..core.model import Capabilities, Model, ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from .model_source import asked_models
 from .request_validation import validate_request
 
 UNLOADED = "unloaded"
@@ -177,6 +178,13 @@ class ModelEntry:
         return [version.number for version in self.sorted_versions if version.config is not None]
 
     @property
+    def asked_models(self) -> frozenset[str]:
+        """The models that versions which answer ask: as steps of an ensemble, or as a pipeline declares them."""
+        configs = [version.config for version in self.versions.values()]
+        asked = (asked_models(config.backend, config.raw) for config in configs if config is not None)
+        return frozenset[str]().union(*asked)
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether the latest version does."""
         return self._latest_adapters is not None
@@ -292,12 +300,17 @@ class ModelEntry:
 
 class ModelRegistry:
     """Every known model by its name. `aliases`: other names of some, which win over a model that has one for a name.
-    `route_names`: those that no model may be loaded by. `starting`: the loads of the server's start go on."""
+    `starting`: the loads of the server's start go on."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
         self.aliases: dict[str, str] = {}
         self.route_names: frozenset[str] = frozenset()
+        """Names of routes, by which no model may be loaded."""
+        self.routed_models: frozenset[str] = frozenset()
+        """The models that routes ask."""
+        self.implicit: set[str] = set()
+        """Models that were loaded because others ask them, and not by name."""
         self.starting = False
 
     @property

@@ -64,10 +64,8 @@ class ModelSource:
 
     @property
     def steps(self) -> frozenset[str]:
-        """The models that an ensemble or a pipeline asks; none for another model."""
-        if self.backend == PIPELINE_BACKEND:
-            return DeclaredModels.of(self.parameters).names
-        return frozenset(step["model_name"] for step in self.config.get("ensemble_scheduling", {}).get("step", ()))
+        """See `asked_models`."""
+        return asked_models(self.backend, self.config)
 
     @property
     def optional_steps(self) -> frozenset[str]:
@@ -79,6 +77,13 @@ class ModelSource:
     def parameters(self) -> dict[str, str]:
         """The parameters that are for the backend."""
         return {key: text for key, text in parameters_of(self.config).items() if key != _PIN}
+
+
+def asked_models(backend: str, config: RawConfig) -> frozenset[str]:
+    """The models that an ensemble or a pipeline asks; none for another model."""
+    if backend == PIPELINE_BACKEND:
+        return DeclaredModels.of(parameters_of(config)).names
+    return frozenset(step["model_name"] for step in config.get("ensemble_scheduling", {}).get("step", ()))
 
 
 def parameters_of(config: RawConfig) -> dict[str, str]:

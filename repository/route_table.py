@@ -212,6 +212,7 @@ class RouteTable:
         for name in before.keys() & routes.keys() - same:
             self.served[name].follow(before[name])
         self.registry.route_names = frozenset(routes)
+        self.registry.routed_models = frozenset(target.model for route in routes.values() for target in route.targets)
         for observer in self.observers:
             observer.forget_others(routes)
         return sorted((routes.keys() | before.keys()) - same)

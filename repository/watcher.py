@@ -164,7 +164,9 @@ class RepositoryWatcher:
                 else:
                     source = read.source
                     steps = await self._lifecycle.run_blocking(self._catalog.steps_there, source)
-                    wanted += sorted(steps.difference(wanted, self._registry.entries))
+                    asked = sorted(steps.difference(wanted, self._registry.entries))
+                    self._registry.implicit.update(asked)
+                    wanted += asked
                     sources[name] = read
         finally:
             for task in reading.values():

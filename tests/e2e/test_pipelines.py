@@ -389,7 +389,11 @@ def test_explicit_control_loads_what_an_ensemble_asks(
         client.load_model("echo")
         client.load_model("twice")
         client.unload_model("twice")
+        server.until(lambda: ready() == ["double", "echo"])
+        client.load_model("twice")
+        client.unload_model("twice", unload_dependents=True)
         server.until(lambda: ready() == ["echo"])
+        client.unload_model("echo")
         with pytest.raises(
             triton.InferenceServerException, match="circular dependency between ensembles: ring -> gnir"
         ):
@@ -424,4 +428,4 @@ def test_explicit_control_loads_what_an_ensemble_asks(
         one = one.replace('key: "X"', 'key: "INPUT0"').replace('key: "Y"', 'key: "OUTPUT0"')
         (models / "twice" / "config.pbtxt").write_text(one)
         client.load_model("twice")
-        server.until(lambda: ready() == ["echo", "twice"])
+        server.until(lambda: ready() == ["double", "echo", "twice"])

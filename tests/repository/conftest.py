@@ -37,12 +37,12 @@ output { name: "A" data_type: TYPE_INT32 dims: 1 }
 """
 
 STEP = (
-    'step { model_name: "%s" model_version: -1 input_map { key: "A" value: "A" } output_map { key: "%s" value: "B" } }'
+    'step { model_name: "%s" model_version: -1 input_map { key: "A" value: "A" } output_map { key: "%s" value: "%s" } }'
 )
 ENSEMBLE = """
 platform: "ensemble"
 input { name: "A" data_type: TYPE_INT32 dims: 1 }
-output { name: "B" data_type: TYPE_INT32 dims: 1 }
+%s
 ensemble_scheduling { %s }
 """
 
@@ -163,9 +163,14 @@ class World:
         (self.root / name / "config.pbtxt").write_text(config)
         return self.root / name
 
-    def write_ensemble(self, name: str, step: str, output: str = "A") -> Path:
-        """An ensemble that answers as its one step does, in whose place is another ensemble if it has an output B."""
-        return self.write(name, {"1": 0}, ENSEMBLE % (STEP % (step, output)))
+    def write_ensemble(self, name: str, *steps: str) -> Path:
+        """An ensemble that answers as the first of its steps does, of which those that are ensembles are written."""
+        configs = [self.root / step / "config.pbtxt" for step in steps]
+        outputs = ["B" if file.exists() and "ensemble" in file.read_text() else "A" for file in configs]
+        tensors = ["B", *(f"B{number}" for number in range(1, len(steps)))]
+        declared = [f'output {{ name: "{tensor}" data_type: TYPE_INT32 dims: 1 }}' for tensor in tensors]
+        written = [STEP % step for step in zip(steps, outputs, tensors, strict=True)]
+        return self.write(name, {"1": 0}, ENSEMBLE % (" ".join(declared), " ".join(written)))
 
     def explicit(self) -> None:
         self.gateway.model_control = ModelControl(self.catalog, self.gateway.registry, self.gateway.lifecycle)

@@ -55,8 +55,8 @@ async def test_a_failed_model_that_is_gone_is_unloaded(world: World) -> None:
 
 
 async def test_an_ensemble_loads_when_its_step_comes_or_is_mended(world: World) -> None:
-    world.write_ensemble("outer", "inner", output="B")
     world.write_ensemble("inner", "toy")
+    world.write_ensemble("outer", "inner")
     assert not await world.start()
     assert "'inner' depends on 'toy' which has no loaded version" in world.failures["inner"]
     for _ in range(4):
