@@ -114,7 +114,7 @@ BUDGETS = {
     "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_610,
-    "tokenization": 4_115,
+    "tokenization": 4_130,
     "media": 1_763,
     "scheduler": 2_519,
     "engine": 31_932,

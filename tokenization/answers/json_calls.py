@@ -111,7 +111,9 @@ def _read_call(text: AnswerText, calls: CallWriter, marked: bool) -> Reading[Non
             if not (yield from text.accept("}")):
                 raise MalformedCall
             break
-    if not has_begun:
+    if has_begun:
+        text.hold()  # the rest of the object, too, was part of the call
+    else:
         calls.begin(calls.declared(name))
         calls.write("".join(waiting) or "{}")
         calls.end()

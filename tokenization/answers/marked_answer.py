@@ -40,7 +40,7 @@ class ToolFormat(Protocol):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """The texts that begin calls only at the beginning of the content."""
+        """The texts that begin calls only at the beginning of the content or of a line, and behind other calls."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -75,15 +75,35 @@ def read_marked(
     if reasoning is not None and (inside or (yield from _begins(answer, (reasoning.start,)))):
         yield from _read_reasoning(answer, reasoning, tools)
     answer.settled = True
-    if tools is not None and (opening := (yield from _begins(answer, tools.openings))):
-        yield from _read_calls(answer, tools, opening)
+    yield from _read_bare_calls(answer, tools)
     around = reasoning.around_content if reasoning else ()
-    markers = Markers((*around, *(tools.starts if tools else ())))
+    on_lines = _line_openings(answer, tools)
+    markers = Markers((*around, *(tools.starts if tools else ()), *on_lines))
     while marker := (yield from answer.text.find(markers, answer.show)):
         if marker in around:
             yield from answer.text.spaces()
-        else:
-            yield from _read_calls(answer, tools, marker)
+            continue
+        start = marker
+        if marker in on_lines:
+            answer.show("\n")
+            start = marker.removeprefix("\n")
+        if (yield from _read_calls(answer, tools, start)) and on_lines:
+            yield from _read_bare_calls(answer, tools)
+
+
+def _line_openings(answer: AnswerReader, tools: ToolFormat | None) -> tuple[str, ...]:
+    """The texts by which calls begin on a line behind text; none with strict tools, whose grammar leaves such lines to
+    the text."""
+    if tools is None or any(tool.strict for tool in answer.calls.tools.values()):
+        return ()
+    return tuple(f"\n{opening}" for opening in tools.openings)
+
+
+def _read_bare_calls(answer: AnswerReader, tools: ToolFormat | None) -> Reading[None]:
+    """Read the calls that come next without a marker."""
+    while tools is not None and (opening := (yield from _begins(answer, tools.openings))):
+        if not (yield from _read_calls(answer, tools, opening)):
+            return
 
 
 def _read_reasoning(answer: AnswerReader, reasoning: ReasoningFormat, tools: ToolFormat | None) -> Reading[None]:

@@ -416,9 +416,19 @@ OTHERS = (
     Answer("llama3_json", '{"title": "now", "name": "now"}', '{"title": "now", "name": "now"}'),
     Answer("llama3_json", ' {"type": "function", "name": "now", "parameters": {}}; {"name": "now"}', "", (NOW, NOW)),
     Answer("llama3_json", 'See {"name": "now"}', 'See {"name": "now"}'),
+    Answer(
+        "llama3_json", '{"name": "now", "parameters": {}}\n{"name": "now"}\n\n {"name": "now"} so', "so", (NOW,) * 3
+    ),
+    Answer("llama3_json", '{"name": "now"}\n{"name": "rm"}\n{"name": "now"}', '{"name": "rm"}\n', (NOW, NOW)),
+    Answer("llama3_json", '{"name": "now", "parameters": {}}; {"name": "rm"}', '; {"name": "rm"}', (NOW,)),
+    Answer("llama3_json", '<|python_tag|>{"name": "now"}\n{"name": "now"}', "", (NOW, NOW)),
+    Answer("llama3_json", 'Sure!\n\n{"type": "function", "name": "now"}\nDone.', "Sure!\n\nDone.", (NOW,)),
+    Answer("llama3_json", 'if (a)\n{\n  "name": 1;\n}', 'if (a)\n{\n  "name": 1;\n}'),
+    Answer("llama3_json", 'So:\n{"name": "no', 'So:\n{"name": "no'),
     Answer("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", (NOW,)),
     Answer("llama3_json", "{", "{"),
     Answer("pythonic", "[1] says so", "[1] says so"),
+    Answer("pythonic", "See\n[now](x)\n[now(), now()]\n[now()]", "See\n[now](x)\n", (NOW,) * 3),
     Answer("pythonic", "[now(), rm()]", ", rm()]", (NOW,)),
     Answer(
         "pythonic",

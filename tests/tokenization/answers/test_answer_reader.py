@@ -133,6 +133,25 @@ def test_a_marker_or_a_call_before_says_that_it_is_one() -> None:
         assert reader("llama3_json", NOW).push(text, last=True, cut=True) == AnswerDelta()
     text = '{"name": "now", "parameters": {}}; {"na'
     assert joined([reader("llama3_json", NOW).push(text, last=True, cut=True)]) == ("", "", [("now", "{}")])
+    text = '{"name": "now", "parameters": {}}\n{"na'
+    assert joined([reader("llama3_json", NOW).push(text, last=True, cut=True)]) == ('{"na', "", [("now", "{}")])
+
+
+def test_a_line_of_text_is_no_call_of_strict_tools() -> None:
+    text = 'So:\n{"name": "now", "parameters": {}}'
+    strict = ToolUse((Tool("now", strict=True),))
+    assert joined(read(reader("llama3_json", strict), [text])) == (text, "", [])
+    call = '{"name": "now", "parameters": {}}'
+    assert joined(read(reader("llama3_json", strict), [f"<|python_tag|>{call}{call}"])) == (call, "", [("now", "{}")])
+
+
+def test_a_brace_on_a_line_holds_no_more_back_than_its_first_key() -> None:
+    reading = reader("llama3_json", NOW)
+    assert reading.push("int main()\n") == AnswerDelta("int main()")
+    assert reading.push("{") == AnswerDelta("\n")
+    assert reading.push("\n  return") == AnswerDelta("{\n  return")
+    assert reading.push(' 1;\n\n{"title') == AnswerDelta(" 1;\n\n")
+    assert reading.push('": 1') == AnswerDelta('{"title": 1')
 
 
 def test_arguments_of_well_formed_answers_are_json_of_the_schema_s_types(recorded: Any) -> None:
@@ -238,6 +257,7 @@ HOSTILE = {
     "names": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * 20),
     "headers": ("openai", "<|channel|>commentary to=functions."),
     "python": ("pythonic", "[now(a=[[[("),
+    "lines": ("llama3_json", 'so\n{"id": 1}'),
     "gemma": ("gemma4", "<|tool_call>call:now{a:{a:{"),
 }
 
