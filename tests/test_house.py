@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_216,
     "routing": 250,
     "repository": 4_980,
-    "api": 10_784,
+    "api": 10_858,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

@@ -79,11 +79,12 @@ def parse_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
         parsed.append(_custom_tool(tool, where) if kind == "custom" else _function_tool(tool, where))
     if len(parsed) > MAX_TOOLS:
         raise field_error("tools", f": {len(parsed)} are more than the {MAX_TOOLS} there may be")
-    first: dict[str, int] = {}
+    names: set[str] = set()
     for index, parsed_tool in enumerate(parsed):
-        if (before := first.setdefault(parsed_tool.name, index)) != index:
-            problem = f": tools[{before}] has the name '{parsed_tool.name}', too"
+        if parsed_tool.name in names:
+            problem = f": another tool has the name '{parsed_tool.name}', too"
             raise field_error(f"tools[{index}].function.name", problem)
+        names.add(parsed_tool.name)
     return tuple(parsed)
 
 

@@ -18,10 +18,10 @@ JsonObject: TypeAlias = dict[str, Any]
 _OF_ALL_ITEMS = frozenset(("type", "id", "status"))
 _ITEM_FIELDS = {
     "message": frozenset(("role", "content", "phase")),
-    "function_call": frozenset(("call_id", "name", "arguments")),
-    "function_call_output": frozenset(("call_id", "output", "name")),
-    "custom_tool_call": frozenset(("call_id", "name", "input")),
-    "custom_tool_call_output": frozenset(("call_id", "output", "name")),
+    "function_call": frozenset(("call_id", "namespace", "name", "arguments")),
+    "function_call_output": frozenset(("call_id", "output", "namespace", "name")),
+    "custom_tool_call": frozenset(("call_id", "namespace", "name", "input")),
+    "custom_tool_call_output": frozenset(("call_id", "output", "namespace", "name")),
     "local_shell_call": frozenset(("call_id", "action")),
     "local_shell_call_output": frozenset(("call_id", "output")),
     "reasoning": frozenset(("summary", "content", "encrypted_content")),
@@ -40,9 +40,20 @@ _HOSTED = frozenset(
         "mcp_approval_response",
         "tool_search_call",
         "tool_search_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "computer_call",
+        "computer_call_output",
+        "program",
+        "program_output",
     )
 )
 """Items that tell of what OpenAI's own tools did: they are left out."""
+
+_COMPACTIONS = frozenset(("compaction", "compaction_summary", "context_compaction"))
+"""Items that stand for a conversation as OpenAI's servers have shortened it, and alone can read: they are left out."""
 
 LOCAL_SHELL = "local_shell"
 """The name of the function that OpenAI's tool of this type is to a model."""
@@ -136,6 +147,11 @@ class InputMessages:
         if isinstance(kind, str) and kind in _HOSTED:
             self._warnings.setdefault(f"items of type {kind} are of OpenAI's own tools, and left out", where)
             return
+        if isinstance(kind, str) and kind in _COMPACTIONS:
+            self._warnings.setdefault(
+                f"items of type {kind} are encrypted, cannot be read here, and are left out", where
+            )
+            return
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
             raise field_error(
                 f"{where}.type", f": items of type {shortened(kind)} are not supported; those are {_listed}"
@@ -166,13 +182,14 @@ class InputMessages:
             self._turn(where, new_after=("content", "tool_calls"))["content"] = text
 
     def _add_call(self, members: Mapping[str, Any], where: str) -> None:
-        call_id, name, arguments = (_string(members, key, where) for key in ("call_id", "name", "arguments"))
-        self._add_function(call_id, name, arguments, where)
+        call_id, arguments = (_string(members, key, where) for key in ("call_id", "arguments"))
+        self._add_function(call_id, _called_name(members, where), arguments, where)
 
     def _add_custom_call(self, members: Mapping[str, Any], where: str) -> None:
-        call_id, name, text = (_string(members, key, where) for key in ("call_id", "name", "input"))
+        call_id, text = (_string(members, key, where) for key in ("call_id", "input"))
         self._calls.add(call_id)
-        call = {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+        custom = {"name": _called_name(members, where), "input": text}
+        call = {"id": call_id, "type": "custom", "custom": custom}
         self._turn(where).setdefault("tool_calls", []).append(call)
 
     def _add_shell_call(self, members: Mapping[str, Any], where: str) -> None:
@@ -294,6 +311,17 @@ def read_input(content: str | list[JsonObject] | None, instructions: str | None)
     if not read.messages:
         raise field_error("input", "has nothing that could be answered")
     return read
+
+
+def model_name(namespace: str, name: str) -> str:
+    """The name that a model knows a tool of a namespace by; nothing tells where it is to be parted again."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+def _called_name(members: Mapping[str, Any], where: str) -> str:
+    """The name of the called tool as the model knows it."""
+    namespace = "" if members.get("namespace") is None else _string(members, "namespace", where)
+    return model_name(namespace, _string(members, "name", where))
 
 
 def _string(members: Mapping[str, Any], key: str, where: str) -> str:

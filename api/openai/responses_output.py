@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import orjson
@@ -98,10 +98,22 @@ class TextItem:
 CallKind: TypeAlias = Literal["function_call", "custom_tool_call", "local_shell_call"]
 
 
+class CalledTool(NamedTuple):
+    """How calls of a tool are shown."""
+
+    kind: CallKind
+    name: str
+    """The name that the client gave it."""
+    namespace: str = ""
+    """Empty of a tool outside of all."""
+
+
 class CallItem:
-    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
+    def __init__(self, first: ToolCallDelta, tool: CalledTool, item_id: str, place: int) -> None:
         self.key: str | int = first.index
-        self._head = {"type": "function_call", "id": item_id, "call_id": first.id, "name": first.name}
+        self._head = {"type": tool.kind, "id": item_id, "call_id": first.id, "name": tool.name}
+        if tool.namespace:
+            self._head["namespace"] = tool.namespace
         self._at = {"item_id": item_id, "output_index": place}
         self._arguments: list[str] = []
 
@@ -126,9 +138,8 @@ class CallItem:
 class CustomCallItem(CallItem):
     """An output item that is a call of a custom tool, whose input is a text."""
 
-    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
-        super().__init__(first, item_id, place)
-        self._head = self._head | {"type": "custom_tool_call"}
+    def __init__(self, first: ToolCallDelta, tool: CalledTool, item_id: str, place: int) -> None:
+        super().__init__(first, tool, item_id, place)
         self._reader = CustomInput()
 
     def delta(self, arguments: str) -> Iterator[JsonObject]:
@@ -152,9 +163,9 @@ class CustomCallItem(CallItem):
 class ShellCallItem(CallItem):
     """An output item that is a call of OpenAI's local shell."""
 
-    def __init__(self, first: ToolCallDelta, item_id: str, place: int) -> None:
-        super().__init__(first, item_id, place)
-        self._head = {"type": "local_shell_call", "id": item_id, "call_id": first.id}
+    def __init__(self, first: ToolCallDelta, tool: CalledTool, item_id: str, place: int) -> None:
+        super().__init__(first, tool, item_id, place)
+        del self._head["name"]
 
     def delta(self, arguments: str) -> Iterator[JsonObject]:
         self._arguments.append(arguments)
@@ -178,22 +189,23 @@ _CALL_ITEMS: dict[CallKind, tuple[type[CallItem], str]] = {
 }
 """By the type of a call: its item, and what the item's id begins with."""
 
-_FUNCTIONS_ALONE: Mapping[str, CallKind] = MappingProxyType({})
+_FUNCTIONS_ALONE: Mapping[str, CalledTool] = MappingProxyType({})
 
 
 class ResponseOutput:
     """The answer to one request, from its first chunk to its end, of at least one item.
 
     `begin` is called first, `add` for each chunk, then `end` or `fail`: each returns the events of what it did. `echo`:
-    the members that repeat the request. `calls`: by the names of tools that are no functions, the types of their calls.
+    the members that repeat the request. `called`: by the model's names of tools whose calls are shown otherwise than as
+    functions of these names, how they are.
     """
 
     def __init__(
-        self, response_id: str, echo: JsonObject, logprobs: bool, calls: Mapping[str, CallKind] = _FUNCTIONS_ALONE
+        self, response_id: str, echo: JsonObject, logprobs: bool, called: Mapping[str, CalledTool] = _FUNCTIONS_ALONE
     ) -> None:
         self._head = {"id": response_id, "object": "response", "created_at": int(time.time())} | echo
         self._shows_logprobs = logprobs
-        self._calls = calls
+        self._called = called
         self._ids = uuid4().hex
         self._done: list[JsonObject] = []
         self._open: TextItem | CallItem | None = None
@@ -307,8 +319,9 @@ class ResponseOutput:
         item = self._open
         if not isinstance(item, CallItem) or item.key != delta.index:
             yield from self._close("completed")
-            kind, prefix = _CALL_ITEMS[self._calls.get(delta.name, "function_call")]
-            item = self._open = kind(delta, *self._next_item(prefix))
+            tool = self._called.get(delta.name) or CalledTool("function_call", delta.name)
+            item_type, prefix = _CALL_ITEMS[tool.kind]
+            item = self._open = item_type(delta, tool, *self._next_item(prefix))
             yield from item.added()
         yield from item.delta(delta.arguments)
 

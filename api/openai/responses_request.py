@@ -22,11 +22,11 @@ from .json_body import (
     reject_unsupported,
     shortened,
 )
-from .known_fields import ShapeByType, shape_of
+from .known_fields import shape_of
 from .request_parsing import CHAT_FIELDS, THINKING_NOTES
 from .responses_input import ITEM_SHAPE, InputMessages, JsonObject, read_input
-from .responses_output import CallKind
-from .responses_tools import FUNCTION_SHAPE, ToolList
+from .responses_output import CalledTool
+from .responses_tools import TOOLS_SHAPE, ToolList
 from .schemas import CHAT_NO_OP_VALUES, StreamOptions
 from .text_constraints import RESPONSE_FORMAT_SHAPE
 from .translated_chat import FieldNames, TranslatedChat, parse_translated
@@ -124,7 +124,7 @@ RESPONSES_SHAPE = body_shape(
     NO_OP_VALUES,
     {
         "input": ITEM_SHAPE,
-        "tools": ShapeByType({"function": FUNCTION_SHAPE}, default="function"),
+        "tools": TOOLS_SHAPE,
         "text": shape_of(TextConfig, {"format": RESPONSE_FORMAT_SHAPE}),
         "reasoning": shape_of(ReasoningConfig),
         "stream_options": shape_of(StreamOptions),
@@ -140,8 +140,8 @@ class ParsedResponses(TranslatedChat, frozen=True, kw_only=True):
     """The members of the answer that repeat the request."""
     logprobs: bool
     """Whether the answer has the logprobs of its text."""
-    calls: Mapping[str, CallKind]
-    """By the names of tools that are no functions, the types of their calls."""
+    called: Mapping[str, CalledTool]
+    """Of `ToolList`."""
 
 
 def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses:
@@ -164,7 +164,7 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
         chat=msgspec.structs.replace(chat, requests=requests),
         echo=_echo(body, fields, tools),
         logprobs=_wants_logprobs(fields),
-        calls=tools.calls,
+        called=tools.called,
         names=names,
         warnings=(*tools.warnings, *_without_effect(fields, messages), *_translated(chat.warnings, tools)),
     )
@@ -173,9 +173,9 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
 def _translated(warnings: Sequence[str], tools: ToolList) -> Iterator[str]:
     """Warnings of the chat in the words of the body."""
     for warning in warnings:
-        for index, position in enumerate(tools.positions):
+        for index, origin in enumerate(tools.origins):
             if warning.startswith(f"tools[{index}].custom"):
-                warning = warning.replace(f"tools[{index}].custom", f"tools[{position}]", 1)
+                warning = warning.replace(f"tools[{index}].custom", origin, 1)
                 break
         yield warning
 

@@ -52,7 +52,7 @@ class ResponsesRoutes:
         model = await acquire_for(parsed, self._lookup, request)
         chunks = answer_chat(parsed, model, request, self._max_response_size)
         echo = parsed.echo | {"model": model.name}
-        output = ResponseOutput(parsed.chat.requests[0].id, echo, parsed.logprobs, parsed.calls)
+        output = ResponseOutput(parsed.chat.requests[0].id, echo, parsed.logprobs, parsed.called)
         if parsed.chat.stream:
             return EventStreamResponse(chunks, ResponseEvents(output))
         async with CancelOnDisconnect(request.receive), aclosing(chunks):

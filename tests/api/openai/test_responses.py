@@ -321,7 +321,7 @@ async def test_what_changes_nothing_is_accepted_and_said(client: httpx.AsyncClie
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": [{"id": "msg_1"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
-        ({"input": [{"type": "compaction", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction_trigger", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
         ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input[0].action"),
@@ -448,6 +448,135 @@ async def test_an_empty_input_is_answered_as_openai_does(client: httpx.AsyncClie
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, "missing_required_parameter", "input")
         assert error["message"].startswith('One of "input" or "previous_response_id"')
+
+
+def namespace(name: str, *tools: dict[str, Any], **members: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "tools": [*tools], "description": ""} | members
+
+
+LIST = {"type": "function", "name": "list", "description": "lists", "parameters": {"type": "object"}, "strict": False}
+
+
+async def test_the_tools_of_a_namespace_are_called_by_both_names(client: httpx.AsyncClient, gateway: Any) -> None:
+    usage = Usage(5, 3)
+    calls = (
+        ToolCallDelta(0, "call_a", "mcp__gh__list", '{"x": 1}'),
+        ToolCallDelta(1, "call_b", "mcp__gh__patch", '{"input": "y"}'),
+        ToolCallDelta(2, "call_c", "mcp__fs__list", "{}"),
+        ToolCallDelta(3, "call_d", "mcp__gh__find", "{}"),
+    )
+    end = GenerateChunk(text="", tool_calls=calls, token_ids=(1,), usage=usage, finish_reason=FinishReason.STOP)
+    gateway.chunks = (end,)
+    hub = namespace("mcp__gh", LIST, {"type": "custom", "name": "patch"}, description="GitHub, read only.")
+    plain = {"type": "function", "name": "mcp__gh__find"}
+    asked = HI | {"tools": [hub, namespace("mcp__fs__", LIST, {"type": "web_search"}), plain]}
+    answer = await client.post(PATH, json=asked)
+    assert answer.headers["x-charonia-warning"].startswith('tools[1].tools[1]: tools of type "web_search"')
+    body = answer.json()
+    Response.model_validate(body)
+    names = [(item["type"], item.get("namespace"), item["name"]) for item in body["output"]]
+    assert names == [
+        ("function_call", "mcp__gh", "list"),
+        ("custom_tool_call", "mcp__gh", "patch"),
+        ("function_call", "mcp__fs__", "list"),
+        ("function_call", None, "mcp__gh__find"),
+    ]
+    assert body["tools"][:2] == [hub, namespace("mcp__fs__", LIST)]
+    told = events(await client.post(PATH, json=asked | {"stream": True}))
+    for kind in ("added", "done"):
+        items = [event["item"] for event in told if event["type"] == f"response.output_item.{kind}"]
+        assert [(item["type"], item.get("namespace"), item["name"]) for item in items] == names
+    assert [event["name"] for event in told if event["type"].endswith("arguments.done")] == [
+        "list",
+        "list",
+        plain["name"],
+    ]
+    tools = gateway.asked[0].prompt.tools
+    assert [(tool.name, tool.description, tool.strict) for tool in tools] == [
+        ("mcp__gh__list", "Of all tools whose names begin with mcp__gh__: GitHub, read only.\n\nlists", False),
+        ("mcp__gh__patch", tools[1].description, True),
+        ("mcp__fs__list", "lists", False),
+        ("mcp__gh__find", "", False),
+    ]
+    gateway.asked.clear()
+    results = [
+        {"type": "function_call_output", "call_id": "call_a", "namespace": "mcp__gh", "name": "list", "output": "7"},
+        {"type": "custom_tool_call_output", "call_id": "call_b", "output": "8"},
+    ]
+    await client.post(PATH, json=asked | {"input": [{"role": "user", "content": "hi"}, *body["output"], *results]})
+    assert [call.name for call in messages(gateway)[1].tool_calls] == [call.name for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("choice", "named", "callable_ones"),
+    [
+        ({"type": "function", "namespace": "gh", "name": "list"}, "gh__list", 3),
+        ({"type": "function", "name": "gh__list"}, "gh__list", 3),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "gh"}]}, "", 2),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "custom", "namespace": "gh", "name": "patch"}, FIND],
+            },
+            "",
+            2,
+        ),
+    ],
+)
+async def test_a_choice_names_tools_of_a_namespace(
+    client: httpx.AsyncClient, gateway: Any, choice: Any, named: str, callable_ones: int
+) -> None:
+    tools = [FIND, namespace("gh", LIST, {"type": "custom", "name": "patch"})]
+    answer = await client.post(PATH, json=HI | {"tools": tools, "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    [request] = gateway.asked
+    assert (request.tools.named, len(request.tools.tools)) == (named, callable_ones)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [FIND, namespace("")]}, "tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "gh"}]}, "tools[0].tools"),
+        ({"tools": [namespace("gh", LIST, description=7)]}, "tools[0].description"),
+        ({"tools": [namespace("g h", LIST)]}, "tools[0].tools[0].name"),
+        ({"tools": [namespace("g" * 125, LIST)]}, "tools[0].tools[0].name"),
+        ({"tools": [namespace("gh", LIST, LIST)]}, "tools[0].tools[1].name"),
+        ({"tools": [namespace("gh", LIST), namespace("gh_", LIST)]}, "tools[1].tools[0].name"),
+        ({"tools": [namespace("gh", LIST | {"parameters": {"type": "array"}})]}, "tools[0].tools[0].parameters"),
+        ({"tools": [namespace("gh", LIST)], "tool_choice": {"type": "function", "name": "list"}}, "tool_choice.name"),
+        (
+            {
+                "tools": [namespace("gh", LIST)],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "x"}]},
+            },
+            "tool_choice.tools[0].function.name",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "namespace": 7, "name": "f", "arguments": "{}"}]},
+            "input[0].namespace",
+        ),
+    ],
+)
+async def test_what_is_wrong_in_a_namespace_is_named_by_its_place(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    refused = await client.post(PATH, json=HI | fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+async def test_items_that_openai_alone_reads_are_left_out_and_named(client: httpx.AsyncClient, gateway: Any) -> None:
+    left_out = [
+        {"type": "compaction", "id": "c", "encrypted_content": "x"},
+        {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}, "status": "completed"},
+        {"type": "shell_call_output", "call_id": "s", "output": []},
+    ]
+    answer = await client.post(PATH, json=HI | {"input": [*left_out, {"role": "user", "content": "hi"}]})
+    assert messages(gateway) == (ChatMessage("user", "hi"),)
+    warning = answer.headers["x-charonia-warning"]
+    assert "input[0]: items of type compaction are encrypted, cannot be read here, and are left out" in warning
+    assert "input[1]: items of type shell_call are of OpenAI's own tools" in warning
 
 
 PATCH = {"type": "custom", "name": "patch", "description": "edits"}
