@@ -12,7 +12,8 @@ from ..core.errors import AlreadyExists, InvalidArgument, NotFound
 from ..core.metrics import Measurement
 from ..core.model import RawConfig
 from ..routing.route import Route
-from .model_source import ModelSource, file_stamps, read_model
+from .file_marks import files_mark
+from .model_source import ModelSource, read_model
 from .object_storage.bucket_repository import BucketRepository
 from .route_file import ROUTES_FILE, check_route, read_route_file
 
@@ -133,9 +134,9 @@ class RepositoryCatalog:
         return frozenset({*self.model_names(), *(self._single.aliases if self._single else ()), *away})
 
     def stamps(self, name: str) -> Hashable:
-        """The stamps of all files in a model's directory: equal as long as nothing changes. None if there are none."""
+        """The marks of all files in a model's directories: equal as long as nothing changes. None if there are none."""
         try:
-            stamps = [stamp for path in self._directories(name) for stamp in file_stamps(path, path.parent)]
+            stamps = [files_mark(path) for path in self._directories(name)]
             return (*stamps, *(stamp for bucket in self._holders(name) for stamp in bucket.stamps(name))) or None
         except OSError:  # reading the model reports it
             return None

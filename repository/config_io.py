@@ -20,6 +20,9 @@ from ..core.regular_files import read_text
 CONFIG_FILE_NAMES = ("config.pbtxt", "config.yaml", "config.yml", "config.json")
 """File names of a model's config; a model has one of them."""
 
+CONFIGS_FOLDER = "configs"
+"""The folder of a model's other configs, one of which may be chosen by its name."""
+
 _FORMATS = {".pbtxt": "text proto", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
 
 
@@ -27,7 +30,7 @@ def find_config(directory: Path, name: str = "") -> Path | None:
     """The config file of a model's directory; with a `name`, `configs/<name>.*` if that is there. What has its name and
     is no file, such as the directory that a bind mount makes, is returned too: reading it says so. Raises
     `InvalidArgument` if there are two."""
-    custom = [directory / "configs" / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
+    custom = [directory / CONFIGS_FOLDER / f"{name}{Path(file).suffix}" for file in CONFIG_FILE_NAMES] if name else []
     for files in (custom, [directory / file for file in CONFIG_FILE_NAMES]):
         present = [file for file in files if file.is_file()] or [file for file in files if os.path.lexists(file)]
         if len(present) > 1:

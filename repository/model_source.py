@@ -17,7 +17,8 @@ from ..core.model import DeclaredModels, RawConfig
 from ..core.regular_files import read_text
 from .backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND, canonical_backend
 from .config_defaults import detect_checkpoint_backend, fill_backend, has_gguf
-from .config_io import CONFIG_FILE_NAMES, complete_fields, find_config, line_of, parse_config_file
+from .config_io import CONFIG_FILE_NAMES, CONFIGS_FOLDER, complete_fields, find_config, line_of, parse_config_file
+from .file_marks import files_mark
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ VERSION_NAME = re.compile(r"[1-9][0-9]*")
 _IN_A_VERSION = re.compile(r".+\.(onnx|pt2?|py|xml|gguf|safetensors|savedmodel|bin|plan)")
 """Names of files that stand in versions."""
 _MISNAMED_VERSION = re.compile(r"0[0-9]*")
-_DATA_FOLDERS = ("warmup", "initial_state")
 _PIN = "keep_in_memory"
 """The parameter of a config that says `ModelSource.pinned`; no backend sees it."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?")
@@ -134,12 +134,11 @@ def read_model(
         raise with_config_position(error, file) from None
     # The config itself is in the mark, and not its file's stamp; a mark with `unique` equals no other.
     text, unique = json.dumps(config), None if override is None else object()
-    data = [entry for entry in directory.iterdir() if entry.name in _DATA_FOLDERS or entry.is_file()]
-    data = [entry for entry in data if entry.name not in CONFIG_FILE_NAMES]
+    beside = files_mark(directory, {*CONFIG_FILE_NAMES, CONFIGS_FOLDER, *map(str, present)})
     versions = []
     for path in [directory / str(number) for number in served]:
-        stamps = [stamp for entry in (path, *data) for stamp in file_stamps(entry, directory)]
-        versions.append(VersionSource(path.name, str(path), (place or str(directory), text, *stamps, unique)))
+        mark = (place or str(directory), text, files_mark(path), beside, unique)
+        versions.append(VersionSource(path.name, str(path), mark))
     only_routed = frozenset(str(number) for number in served if number not in chosen)
     return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned, routed=only_routed)
 
@@ -221,12 +220,6 @@ def _misplacement(model: Path) -> str:
         return f"; '{misnamed[0]}' is none, for it begins with 0"
     loose = sorted(entry.name for entry in model.iterdir() if _IN_A_VERSION.fullmatch(entry.name))
     return f"; '{loose[0]}' belongs into the folder of a version: {model.name}/1/{loose[0]}" if loose else ""
-
-
-def file_stamps(path: Path, root: Path) -> list[tuple[str, int, int]]:
-    """Name, time of change and size of every file at or below a path in `root`."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return [(str(file.relative_to(root)), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files]
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_958,
     "ensembles": 1_216,
     "routing": 250,
-    "repository": 4_980,
+    "repository": 5_030,
     "api": 10_858,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,

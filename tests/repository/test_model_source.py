@@ -159,12 +159,16 @@ def test_a_mark_changes_with_what_it_marks(tmp_path: Path) -> None:
     (model / "config.pbtxt").write_text("max_batch_size: 2")
     [third] = read_model(model).versions
     assert third != second
-    for folder in ("warmup", "initial_state"):
-        (model / folder).mkdir()
+    for folder in ("warmup", "utils/deep"):
+        (model / folder).mkdir(parents=True)
         (model / folder / "data").write_bytes(b"\0")
         [last] = read_model(model).versions
         assert last != third
         third = last
+    for folder in ("configs", "2/__pycache__", "utils/__pycache__"):
+        (model / folder).mkdir()
+        (model / folder / "other.pbtxt").write_text("")
+        assert read_model(model).versions == (third,)
 
 
 def test_a_catalog_of_several_repositories(tmp_path: Path) -> None:
