@@ -118,7 +118,7 @@ BUDGETS = {
     "media": 1_763,
     "scheduler": 2_519,
     "engine": 31_932,
-    "classic_backends": 8_958,
+    "classic_backends": 8_965,
     "ensembles": 1_216,
     "routing": 250,
     "repository": 5_030,

@@ -186,9 +186,14 @@ class ModelConfig:
         self._config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Batch requests, unless the config has chosen another scheduler."""
-        if "sequence_batching" not in self._config and "ensemble_scheduling" not in self._config:
-            self._config.setdefault("dynamic_batching", {})
+        """Batch requests. Raises `ValueError` if the config file has chosen another scheduler."""
+        for scheduler in ("sequence_batching", "ensemble_scheduling"):
+            if scheduler in self._config:
+                raise ValueError(
+                    f"Configuration specified scheduling_choice as '{scheduler}', but auto_complete_config function "
+                    f"for model '{self._name}' tries to set scheduling_choice as 'dynamic_batching'"
+                )
+        self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None:
         for name in transaction_policy_dict:
@@ -223,6 +228,7 @@ class ModelConfig:
         return str(self._config.get("name", ""))
 
     def _add(self, kind: str, tensor: dict[str, Any], allowed: tuple[str, ...]) -> None:
+        """Add a tensor, or what the config file leaves out of it."""
         where = f"in auto_complete_config function for model '{self._name}'"
         if "name" not in tensor:
             raise ValueError(f"{kind} {where} is missing 'name' property.")
@@ -237,21 +243,23 @@ class ModelConfig:
         if declared is None:
             self._config[kind].append(tensor)
             return
-        if declared["data_type"] != tensor["data_type"]:
+        if declared.get("data_type", "TYPE_INVALID") not in ("TYPE_INVALID", tensor["data_type"]):
             raise ValueError(
                 f"unable to load model '{self._name}', configuration expects datatype {declared['data_type']} for "
                 f"{kind} '{name}', model provides {tensor['data_type']}"
             )
-        if [int(size) for size in declared["dims"]] != [int(size) for size in tensor["dims"]]:
+        dims = [int(size) for size in declared.get("dims", ())]
+        if dims and dims != [int(size) for size in tensor["dims"]]:
             raise ValueError(
                 f"model '{self._name}', tensor '{name}': the model expects dims {tensor['dims']} but the model "
                 f"configuration specifies dims {declared['dims']}"
             )
-        if bool(declared.get("optional", False)) != bool(tensor.get("optional", declared.get("optional", False))):
+        if "optional" in declared and bool(declared["optional"]) != bool(tensor.get("optional", declared["optional"])):
             raise ValueError(
                 f"model '{self._name}', tensor '{name}': the model expects optional {tensor['optional']} but the model "
-                f"configuration specifies optional {declared.get('optional', False)}"
+                f"configuration specifies optional {declared['optional']}"
             )
+        declared.update(tensor)
 
 
 __all__ = ["InferenceRequest", "InferenceTrace", "PreferredMemory", "ResponseIterator", "is_model_ready"]

@@ -87,7 +87,7 @@ def test_batching_is_invited_where_the_server_found_the_size() -> None:
         assert ("dynamic_batching" in config) is invited
 
 
-def test_a_python_model_invites_batching_itself(tmp_path: Path) -> None:
+def test_a_python_model_invites_batching_itself_and_completes_its_tensors(tmp_path: Path) -> None:
     version = tmp_path / "m" / "1"
     version.mkdir(parents=True)
     lines = (
@@ -99,9 +99,13 @@ def test_a_python_model_invites_batching_itself(tmp_path: Path) -> None:
         "        config.set_max_batch_size(8)",
     )
     (version / "model.py").write_text("\n".join(lines))
-    source = read_model(tmp_path / "m")
-    whole = ModelBuilder().complete_config(source, source.versions[0])
-    assert (whole["max_batch_size"], "dynamic_batching" in whole) == (8, False)
+    for written in ("", 'input [ { name: "X" } ] output [ { name: "Y" dims: [ 1 ] } ]'):
+        (version.parent / "config.pbtxt").write_text(f'backend: "python" {written}')
+        source = read_model(tmp_path / "m")
+        whole = ModelBuilder().complete_config(source, source.versions[0])
+        assert (whole["max_batch_size"], "dynamic_batching" in whole) == (8, False)
+        tensors = [(tensor["data_type"], tensor["dims"]) for tensor in (*whole["input"], *whole["output"])]
+        assert tensors == [("TYPE_FP32", [1])] * 2
 
 
 @pytest.mark.parametrize(

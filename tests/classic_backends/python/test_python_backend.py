@@ -16,6 +16,7 @@ import pytest
 from charonia.classic_backends.batching.instance_pool import RESTART_PAUSE
 from charonia.classic_backends.model import ClassicModel
 from charonia.classic_backends.python.python_backend import PYTHON
+from charonia.classic_backends.python_stub.backend_utils import ModelConfig
 from charonia.core.errors import CharoniaError, ErrorCode, Internal, InvalidArgument, NotFound
 from charonia.core.request_context import RequestContext
 
@@ -732,6 +733,40 @@ def test_a_config_is_completed_by_the_model(tmp_path: Path, caplog: pytest.LogCa
         PYTHON.complete(version, {"name": "m", "input": [{"name": "X", "data_type": "TYPE_INT32", "dims": [2]}]}, {})
     with pytest.raises(InvalidArgument, match="configuration specified max_batch_size 8"):
         PYTHON.complete(version, {"name": "model", "max_batch_size": 8}, {})
+
+
+def test_a_tensor_that_the_config_declares_in_part_is_completed() -> None:
+    completed = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
+    for declared in (
+        {"name": "X", "data_type": "TYPE_INVALID", "dims": []},
+        {"name": "X"},
+        {"name": "X", "data_type": "TYPE_FP32", "dims": []},
+        {"name": "X", "data_type": "TYPE_INVALID", "dims": ["4"]},
+    ):
+        made = ModelConfig({"name": "m", "input": [dict(declared)], "output": [{**declared, "label_filename": "l"}]})
+        made.add_input({**completed, "optional": True})
+        made.add_output(completed)
+        assert made.as_dict()["input"] == [{**completed, "optional": True}]
+        assert made.as_dict()["output"] == [{**completed, "label_filename": "l"}]
+    for declared, text in (
+        ({"name": "X", "dims": [5]}, r"the model expects dims \[4\] but the model configuration specifies dims \[5\]"),
+        ({"name": "X", "data_type": "TYPE_INT32"}, "configuration expects datatype TYPE_INT32 for input 'X'"),
+        (
+            {"name": "X", "optional": False},
+            "expects optional True but the model config",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ModelConfig({"name": "m", "input": [declared]}).add_input({**completed, "optional": True})
+
+
+def test_another_scheduler_of_the_config_is_not_passed_over() -> None:
+    for scheduler in ("sequence_batching", "ensemble_scheduling"):
+        with pytest.raises(ValueError, match=f"specified scheduling_choice as '{scheduler}'"):
+            ModelConfig({"name": "m", scheduler: {}}).set_dynamic_batching()
+    made = ModelConfig({"name": "m", "dynamic_batching": {"priority_levels": 2}})
+    made.set_dynamic_batching()
+    assert made.as_dict()["dynamic_batching"] == {"priority_levels": 2}
 
 
 async def test_a_model_without_its_file_is_refused(tmp_path: Path) -> None:
