@@ -137,8 +137,10 @@ class TaggedCalls:
             mark = yield from text.accept(self.key_begin, self.call_end)
             if mark == self.key_begin:
                 calls.write(", ")
-            elif not mark and not (self.end and (yield from text.peek(len(self.end))) == self.end):
-                raise MalformedCall
+            elif not mark:
+                rest = yield from text.peek(max(len(self.end), 1))
+                if rest and rest != self.end:
+                    raise MalformedCall
         calls.write("}")
         calls.end()
 
@@ -168,10 +170,9 @@ class TaggedCalls:
         sink(typed_argument("".join(pieces), kinds))
 
     def _read_value(self, text: AnswerText, sink: Sink) -> Reading[None]:
-        """Give `sink` a value, and skip its end tag, or stop before the next tag if the model left that out."""
+        """Give `sink` a value, and skip its end tag, or stop before the next tag if the model left that out. The value
+        ends with the text, too."""
         end = yield from text.find(self._value_ends, sink)
-        if not end:
-            raise MalformedCall
         if end in self._next_tags:
             text.unread(end)
 

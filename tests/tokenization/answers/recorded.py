@@ -283,8 +283,9 @@ OTHERS = (
         "<tool_call>\n<function=rm>",
         (NOW, NOW),
     ),
-    Answer("qwen3_coder", "<tool_call><function=get_weather><parameter=city>a<", "", (weather('{"city": "a<'),)),
-    Answer("qwen3_coder", "<tool_call><function=now><parameter=a>1</parameter>", "", (Call("now", '{"a": 1'),)),
+    Answer("qwen3_coder", "<tool_call><function=get_weather><parameter=city>a<", "", (weather('{"city": "a<"}'),)),
+    Answer("qwen3_coder", "<tool_call><function=now><parameter=a>1</parameter>", "", (Call("now", '{"a": 1}'),)),
+    Answer("qwen3_coder", "<function=now><parameter=a>1</parameter>so", "so", (Call("now", '{"a": 1'),)),
     Answer("qwen3_coder", "<tool_call><function=now> what", "<tool_call><function=now> what"),
     # Values that are not on lines of their own keep their line breaks.
     Answer(
@@ -309,7 +310,7 @@ OTHERS = (
         "glm47",
         "<tool_call>now<arg_key>a</arg_key><arg_value>[1]</arg_value>",
         "",
-        (Call("now", '{"a": [1]'),),
+        (Call("now", '{"a": [1]}'),),
     ),
     # Tags that are left out: a value ends before the next tag that begins a line.
     Answer(
@@ -370,7 +371,7 @@ OTHERS = (
         "",
         (weather('{"city": "Paris"}'),),
     ),
-    Answer("glm45", "<tool_call>now\n<arg_key>a</arg_key>so<arg_key>b", "", (Call("now", '{"a": '),)),
+    Answer("glm45", "<tool_call>now\n<arg_key>a</arg_key>so<arg_key>b", "", (Call("now", '{"a": "so<arg_key>b"}'),)),
     Answer("glm45", "<tool_call>now\n<arg_key>b<", "<arg_key>b<", (Call("now", "{"),)),
     Answer(
         "seed_oss",
