@@ -23,6 +23,9 @@ TOKEN_IDS = "token_ids"
 
 NO_TOKEN = -1
 
+FINAL_SCORES = "final_scores"
+"""A model's parameter: "true" where each of several scores means something by itself, and no softmax goes over them."""
+
 QUERY = "query"
 DOCUMENT = "document"
 """The prompts of a late-interaction model."""

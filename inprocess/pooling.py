@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..api.openai.encoder_calls import choose_task, class_probabilities, compare_pairs, encode_inputs, pool_inputs
-from ..core.encoder_tensors import EMBEDDING, SCORE
+from ..api.openai.encoder_calls import choose_task, classify_inputs, compare_pairs, encode_inputs, pool_inputs
+from ..core.encoder_tensors import EMBEDDING
 from ..core.errors import InvalidArgument
 from ..core.gateway import ModelHandle
 from .outputs import (
@@ -25,6 +25,9 @@ from .prompts import given_prompts
 Ask: TypeAlias = Callable[[Callable[[ModelHandle], Coroutine[Any, Any, Any]]], Coroutine[Any, Any, Any]]
 """Gives a coroutine function the model, within a request."""
 
+_Encode: TypeAlias = Callable[[ModelHandle, list[Any]], Coroutine[Any, Any, tuple[NDArray[Any], int]]]
+"""Rows of a model for inputs, and how many tokens these were."""
+
 
 class Pooler:
     """Asks one encoder. Its methods raise `InvalidArgument` for a model that does not what is wanted of it."""
@@ -33,15 +36,14 @@ class Pooler:
         self._ask = ask
 
     async def embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
-        inputs, vectors = await self._rows(prompts, EMBEDDING, "embeddings")
+        inputs, vectors = await self._rows(prompts, _embed)
         return [
             EmbeddingRequestOutput(str(index), EmbeddingOutput(vector.tolist()), _given_ids(value))
             for index, (vector, value) in enumerate(zip(vectors, inputs, strict=True))
         ]
 
     async def classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
-        inputs, scores = await self._rows(prompts, SCORE, "classes")
-        rows = class_probabilities(scores) if inputs else scores
+        inputs, rows = await self._rows(prompts, classify_inputs)
         return [
             ClassificationRequestOutput(str(index), ClassificationOutput(row.tolist()), _given_ids(value))
             for index, (row, value) in enumerate(zip(rows, inputs, strict=True))
@@ -67,13 +69,17 @@ class Pooler:
         scores: list[float] = values.astype(float).tolist()
         return [ScoringRequestOutput(str(index), ScoringOutput(score)) for index, score in enumerate(scores)]
 
-    async def _rows(self, prompts: Any, output: str, what: str) -> tuple[list[Any], NDArray[Any]]:
-        """Texts, or lists of token ids, and a row of the model's `output` for each."""
+    async def _rows(self, prompts: Any, encode: _Encode) -> tuple[list[Any], NDArray[Any]]:
+        """Texts, or lists of token ids, and the row that `encode` makes of each."""
         inputs = _inputs(prompts)
         if not inputs:
             return [], np.empty((0, 0))
-        rows, _ = await self._ask(lambda handle: encode_inputs(handle, inputs, output, what))
+        rows, _ = await self._ask(lambda handle: encode(handle, inputs))
         return inputs, rows.astype(float)
+
+
+async def _embed(handle: ModelHandle, inputs: list[Any]) -> tuple[NDArray[Any], int]:
+    return await encode_inputs(handle, inputs, EMBEDDING, "embeddings")
 
 
 def _inputs(prompts: Any) -> list[Any]:

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_511,
+    "core": 2_512,
     "processes": 1_238,
     "telemetry": 3_025,
     "kvcache": 1_610,
@@ -118,11 +118,11 @@ BUDGETS = {
     "media": 1_763,
     "scheduler": 2_519,
     "engine": 31_932,
-    "classic_backends": 8_965,
+    "classic_backends": 8_985,
     "ensembles": 1_216,
     "routing": 250,
     "repository": 5_030,
-    "api": 10_858,
+    "api": 10_867,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
@@ -132,7 +132,7 @@ BUDGETS = {
     "bench": 7_573,
     "cli": 2_966,
     "extras/optimizer": 4_050,
-    "inprocess": 1_698,
+    "inprocess": 1_700,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

@@ -15,6 +15,7 @@ from ...core.encoder_tensors import (
     COUNT,
     DOCUMENT,
     EMBEDDING,
+    FINAL_SCORES,
     IDS,
     INSTRUCTION,
     NO_TOKEN,
@@ -131,9 +132,12 @@ async def pool_inputs(
     """What the model makes of each input, and how many tokens they were; that of a task by tokens has a row for each of
     them. `prompt_name`: as of `encode_inputs`."""
     output = TASKS[task]
-    if output in (EMBEDDING, SCORE):
-        values, tokens = await encode_inputs(model, inputs, output, "vectors or classes", prompt_name)
-        return list(values if output == EMBEDDING else class_probabilities(values)), tokens
+    if output == EMBEDDING:
+        values, tokens = await encode_inputs(model, inputs, output, "vectors", prompt_name)
+        return list(values), tokens
+    if output == SCORE:
+        values, tokens = await classify_inputs(model, inputs, prompt_name)
+        return list(values), tokens
     arrays, tokens = await encode_tokens(model, inputs, output, "vectors of tokens", prompt_name)
     return [array if array.ndim == 2 else array[:, None] for array in arrays], tokens
 
@@ -224,8 +228,18 @@ async def compare_pairs(
     return (unit[0::2] * unit[1::2]).sum(axis=1), tokens
 
 
-def class_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A model's scores of several classes as probabilities; what adds up to 1 already stays."""
+async def classify_inputs(
+    model: ModelHandle, inputs: Sequence[Any], prompt_name: str | None = None
+) -> tuple[NDArray[np.float32], int]:
+    """As `encode_inputs`, of the scores: those of several classes as probabilities, unless the model says that they are
+    final."""
+    scores, tokens = await encode_inputs(model, inputs, SCORE, "classes", prompt_name)
+    final = model.config.parameters.get(FINAL_SCORES) == "true"
+    return scores if final else _class_probabilities(scores), tokens
+
+
+def _class_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What adds up to 1 already stays."""
     if scores.shape[1] == 1 or (scores.min() >= 0 and np.allclose(scores.sum(axis=1), 1, atol=1e-3)):
         return scores
     raised = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -23,9 +23,8 @@ from .encoder_calls import (
     acquire_encoder,
     check_count,
     choose_task,
-    class_probabilities,
+    classify_inputs,
     compare_pairs,
-    encode_inputs,
     pool_inputs,
     several_inputs,
     usage_of,
@@ -116,10 +115,10 @@ class ScoringRoutes:
         inputs = several_inputs(body.input)
         model = await acquire_encoder(self._lookup, request, body.model)
         async with CancelOnDisconnect(request.receive):
-            values, tokens = await encode_inputs(model, inputs, SCORE, "classes")
+            values, tokens = await classify_inputs(model, inputs)
         labels = model.config.labels.get(SCORE, ())
         data = []
-        for index, row in enumerate(class_probabilities(values)):
+        for index, row in enumerate(values):
             best = int(row.argmax())
             label = labels[best] if best < len(labels) else f"LABEL_{best}"
             probs = row.astype(float).tolist()

@@ -15,6 +15,7 @@ from ...core.encoder_tensors import (
     COUNT,
     DOCUMENT,
     EMBEDDING,
+    FINAL_SCORES,
     IDS,
     INSTRUCTION,
     NO_TOKEN,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 MAX_BATCH_SIZE = 256
 """Texts of one execution, if the config does not say."""
 
-_KNOWN_PARAMETERS = {"max_batch_tokens", "intra_op_thread_count", "default-max-batch-size"}
+_KNOWN_PARAMETERS = {"max_batch_tokens", "intra_op_thread_count", "default-max-batch-size", FINAL_SCORES}
 _MAX_BATCH_TOKENS = 8192
 MAX_BATCH_TOKENS_ON_CPU = 1024
 """What an MLP makes of so many tokens stays in a processor's caches: of 8,192 each pass reads it from memory again."""
@@ -120,17 +121,20 @@ class EncoderLoader(RuntimeLoader):
         if declares_tensors(raw):
             return raw
         sized = {**raw, "max_batch_size": raw.get("max_batch_size") or MAX_BATCH_SIZE}
-        return complete_config(sized, encoder_tensors(read_files(directory)), parameters)
+        files = read_files(directory)
+        if isinstance(files, CrossEncoderFiles) and files.final:
+            sized["parameters"] = {FINAL_SCORES: {"string_value": "true"}, **(raw.get("parameters") or {})}
+        return complete_config(sized, encoder_tensors(files), parameters)
 
 
 def encoder_tensors(files: EncoderFiles) -> FoundModel:
     """The tensors of an encoder. An embedder's texts may come as ids instead, in rows that -1 fills up; a classifier's
-    need no pair, those that are ranked do. A prompt may be named where the files have some."""
+    need no pair, unless a template writes one. A prompt may be named where the files have some."""
     text = FoundTensor(TEXT, "BYTES", (-1, 1))
     count = FoundTensor(COUNT, "INT32", (-1, 1))
     if isinstance(files, CrossEncoderFiles):
         score = FoundTensor(SCORE, "FP32", (-1, files.labels))
-        pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=files.labels > 1 and not files.template)
+        pair = FoundTensor(PAIR, "BYTES", (-1, 1), optional=not files.template)
         instruction = FoundTensor(INSTRUCTION, "BYTES", (-1, 1), optional=True)
         takes_instruction = files.template is not None and files.template.carries_instruction
         return FoundModel((text, pair, instruction) if takes_instruction else (text, pair), (score, count))

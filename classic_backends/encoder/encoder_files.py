@@ -30,8 +30,12 @@ _POOLING_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 
+_TRANSFORMER_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+"""Names of kinds in the file that a sentence-transformers release writes beside a transformer; any has any name."""
 
 _ANSWERS = "classifier_from_token"
+_REGRESSION, _MULTI_LABEL = "regression", "multi_label_classification"
+"""Values of `problem_type` in config.json whose scores are not those of classes that exclude each other."""
 
 
 class Pooling(StrEnum):
@@ -117,6 +121,8 @@ class CrossEncoderFiles:
     activation: Activation
     answer: AnswerTokens | None = None
     template: PairTemplate | None = None
+    final: bool = False
+    """Whether each of several scores means something by itself."""
 
 
 def read_encoder(directory: Path) -> EmbedderFiles | CrossEncoderFiles:
@@ -169,18 +175,22 @@ def _read_cross_encoder(directory: Path, transformer: Path, score: Path | None) 
     answer = _read_answer(config, transformer) if score is None else _read_logit_score(score, config.get("vocab_size"))
     if answer is None and not _names_class(config, "ForSequenceClassification"):
         raise Unsupported(f"{directory / 'modules.json'}: a Transformer alone must be one ForSequenceClassification")
-    labels = 1 if answer else len(config.get("id2label") or {}) or int(config.get("num_labels", 1))
+    # transformers leaves its default of two labels out of config.json.
+    labels = 1 if answer else len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
     own: Mapping[str, Any] = config.get("sentence_transformers") or {}
     named = read_json(directory / "config_sentence_transformers.json").get("activation_fn")
     named = named or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-    default = Activation.SIGMOID if labels == 1 else Activation.IDENTITY
+    problem = config.get("problem_type")
+    activates = problem == _MULTI_LABEL or (labels == 1 and problem != _REGRESSION)
+    default = Activation.SIGMOID if activates else Activation.IDENTITY
     activation = default if named is None else _activation(str(named), directory)
+    final = problem in (_REGRESSION, _MULTI_LABEL)
     template = _read_pair_template(config, transformer)
     if answer and not template:
         message = "its chat template must write messages of the roles query and document (chat_template.jinja)"
         raise Unsupported(f"{transformer}: {message}")
     return CrossEncoderFiles(
-        transformer, read_tokenization(directory, transformer), labels, activation, answer, template
+        transformer, read_tokenization(directory, transformer), labels, activation, answer, template, final
     )
 
 
@@ -210,7 +220,7 @@ def _read_logit_score(directory: Path, vocabulary: object) -> AnswerTokens:
 def _read_pair_template(config: Mapping[str, Any], transformer: Path) -> PairTemplate | None:
     """The template, if it carries pairs and sentence_bert_config.json does not leave messages out; with the variables
     that this has for it."""
-    own = read_json(transformer / "sentence_bert_config.json")
+    own = read_transformer_settings(transformer)
     modalities = own.get("modality_config")
     options = (own.get("processing_kwargs") or {}).get("chat_template") or {}
     variables = {name: value for name, value in options.items() if name != "restore_suffix"}
@@ -284,8 +294,15 @@ def _activation(name: str, directory: Path) -> Activation:
     return Activation(last)
 
 
+def read_transformer_settings(transformer: Path) -> dict[str, Any]:
+    """The settings of sentence-transformers beside a transformer: sentence_bert_config.json, or the first that there is
+    by the name of another kind."""
+    paths = (transformer / f"sentence_{kind}_config.json" for kind in _TRANSFORMER_KINDS)
+    return read_json(next(filter(Path.is_file, paths), transformer / "sentence_bert_config.json"))
+
+
 def read_tokenization(directory: Path, transformer: Path) -> TokenizationRules:
-    own = read_json(transformer / "sentence_bert_config.json")
+    own = read_transformer_settings(transformer)
     own_prompts = read_json(directory / "config_sentence_transformers.json")
     prompts = {str(name): str(text) for name, text in (own_prompts.get("prompts") or {}).items()}
     default = own_prompts.get("default_prompt_name")

@@ -15,7 +15,14 @@ from ...core.errors import InvalidArgument, Unsupported
 from ...core.regular_files import refuse_special_files
 from ...tokenization.checkpoint_files import read_json
 from ...tokenization.weight_files import check_weight_files
-from .encoder_files import DenseFiles, TokenizationRules, read_dense, read_steps, read_tokenization
+from .encoder_files import (
+    DenseFiles,
+    TokenizationRules,
+    read_dense,
+    read_steps,
+    read_tokenization,
+    read_transformer_settings,
+)
 
 PROJECTION = "linear.weight"
 """The name of Stanford's projection among the transformer's weights."""
@@ -86,7 +93,7 @@ def _read_modules(directory: Path, own: Mapping[str, Any]) -> LateInteractionFil
         message = "it must be Transformer, Dense, and maybe MultiVectorMask and Normalize"
         raise Unsupported(f"{directory / 'modules.json'} has the modules {', '.join(kinds)}; {message}")
     transformer = steps[0][1]
-    rules = {**read_json(transformer / "sentence_bert_config.json"), **own}
+    rules = {**read_transformer_settings(transformer), **own}
     mask = next((read_json(path / "config.json") for kind, path in steps if kind == "MultiVectorMask"), {})
     words = own.get("skiplist_words") if pylate else mask.get("skiplist_words") or ()
     prompts = {str(role): str(text) for role, text in (own.get("prompts") or {}).items()}

@@ -49,6 +49,14 @@ CONFIGS = {
             TensorSpec("token_weight", "FP32", (-1,)),
             TensorSpec("token_ids", "INT64", (-1,)),
         ),
+        ModelConfig(
+            "tagger",
+            "1",
+            "ensemble",
+            inputs=(TEXT, PAIR),
+            outputs=(TensorSpec("score", "FP32", (2,)),),
+            parameters={"final_scores": "true"},
+        ),
         ModelConfig("classifier", "1", "ensemble", inputs=(TEXT, PAIR), outputs=(TensorSpec("score", "FP32", (2,)),)),
     )
 }
@@ -357,6 +365,10 @@ async def test_classes_and_what_a_model_makes(client: httpx.AsyncClient) -> None
     told = (await client.post("/classify", json={"model": "classifier", "input": ["a", "abc"]})).json()
     assert [each["probs"] for each in told["data"]] == [[0.5, 0.5]] * 2
     assert [(each["label"], each["num_classes"]) for each in told["data"]] == [("LABEL_0", 2)] * 2
+    told = (await client.post("/classify", json={"model": "tagger", "input": ["a", "abc"]})).json()
+    assert [each["probs"] for each in told["data"]] == [pytest.approx([0.01] * 2), pytest.approx([0.03] * 2)]
+    pooled = (await client.post("/pooling", json={"model": "tagger", "input": "a"})).json()
+    assert pooled["data"][0]["data"] == pytest.approx([0.01] * 2)
     pooled = (await client.post("/pooling", json={"model": "embedder", "input": "ab", "task": "embed"})).json()
     assert (pooled["data"][0]["data"], pooled["data"][0]["object"]) == ([2, 3, 4], "pooling")
     assert pooled["id"].startswith("pool-")

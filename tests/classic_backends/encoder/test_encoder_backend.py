@@ -187,7 +187,9 @@ def test_a_bare_transformer_is_pooled_by_the_mean(
         (1, {}, torch.sigmoid),
         (1, {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, torch.nn.Identity()),
         (1, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, torch.nn.Identity()),
+        (1, {"problem_type": "regression"}, torch.nn.Identity()),
         (3, {}, torch.nn.Identity()),
+        (3, {"problem_type": "multi_label_classification"}, torch.sigmoid),
     ],
 )
 def test_scores_are_those_of_each_pair_alone(
@@ -211,17 +213,49 @@ def test_scores_are_those_of_each_pair_alone(
         np.testing.assert_allclose(scores, expected, atol=2e-6)
 
 
-def test_a_classifier_takes_a_text_alone_and_a_reranker_does_not(
-    version: Path, making_encoders: ModuleType, described: Describe
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_a_classifier_takes_a_text_alone(
+    version: Path, making_encoders: ModuleType, described: Describe, labels: int
 ) -> None:
-    for labels, optional in ((1, False), (3, True)):
-        module = making_encoders.write_cross_encoder(version, labels)
-        found = ENCODER.complete(version, {"name": "encoder"}, {})
-        assert [each.get("optional", False) for each in found["input"]] == [False, optional]
+    module = making_encoders.write_cross_encoder(version, labels, problem_type="regression")
+    found = ENCODER.complete(version, {"name": "encoder"}, {})
+    assert [each.get("optional", False) for each in found["input"]] == [False, True]
+    assert [each["dims"] for each in found["output"]] == [[labels], [1]]
     (made,) = load(version, described).execute({"text_input": column(TEXTS[:1])}, ["score"])
     text = PreTrainedTokenizerFast.from_pretrained(version)(TEXTS[0], return_tensors="pt")
     with torch.inference_mode():
         np.testing.assert_allclose(made["score"], module(**text).logits.numpy(), atol=2e-6)
+
+
+def test_labels_that_config_json_leaves_out_are_two(version: Path, making_encoders: ModuleType) -> None:
+    module = making_encoders.write_cross_encoder(version, labels=2)
+    config = making_encoders.read_json(version / "config.json")
+    assert not {"id2label", "num_labels"} & config.keys()
+    files = read_encoder(version)
+    assert isinstance(files, CrossEncoderFiles)
+    assert (files.labels, files.activation) == (module.config.num_labels, Activation.IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("problem", "final"),
+    [(None, False), ("single_label_classification", False), ("regression", True), ("multi_label_classification", True)],
+)
+def test_scores_that_are_no_probabilities_are_marked(
+    version: Path, making_encoders: ModuleType, problem: str | None, final: bool
+) -> None:
+    making_encoders.write_cross_encoder(version, labels=3, problem_type=problem)
+    found = ENCODER.complete(version, {"name": "encoder", "parameters": {"x": {"string_value": "y"}}}, {})
+    marks = {"final_scores": {"string_value": "true"}} if final else {}
+    assert found["parameters"] == {"x": {"string_value": "y"}, **marks}
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_settings_may_have_the_name_of_another_kind(version: Path, making_encoders: ModuleType, kind: str) -> None:
+    making_encoders.write_embedder(version)
+    making_encoders.write_json(version / f"sentence_{kind}_config.json", {"max_seq_length": 11})
+    assert read_encoder(version).tokenization.max_tokens == making_encoders.LENGTH
+    (version / "sentence_bert_config.json").unlink()
+    assert read_encoder(version).tokenization.max_tokens == 11
 
 
 def test_what_it_takes_and_gives_is_found(version: Path, making_encoders: ModuleType) -> None:
