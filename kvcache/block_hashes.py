@@ -1,6 +1,7 @@
 """The identity of blocks: a chain of hashes over all tokens of a sequence up to a block's end."""
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
@@ -28,6 +29,12 @@ def chain_hashes(
         parent = sha256(parent + packed[start : start + width]).digest()
         hashes.append(parent)
     return hashes
+
+
+def shared_blocks(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """After how many blocks these chains of hashes part: a hash stands for all tokens before it, too."""
+    shorter = min(len(hashes), len(others))
+    return bisect_left(range(shorter), True, key=lambda block: hashes[block] != others[block])
 
 
 def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:

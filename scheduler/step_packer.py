@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.metrics import SequenceState
+from ..kvcache.block_hashes import shared_blocks
 from .config import SchedulerConfig
 from .drafts.step_drafts import StepDrafts
 from .events.block_contents import block_contents
@@ -251,6 +252,8 @@ class StepPacker:
         """Give the sequence a row and its first chunk; set it aside for a shared block or an adapter; or admit none."""
         awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
         if awaited is not None:
+            awaited = self._cache.awaits(sequence.hashes, self._tokens_to_come(sequence))
+        if awaited is not None:
             self._waiting.set_aside(sequence, awaited)
             return
         if self._rows.adapters is not None and not self._rows.adapters.admits(sequence, self._step):
@@ -273,6 +276,27 @@ class StepPacker:
         self._admitted_rows.append(row)
         self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)
+
+    def _tokens_to_come(self, sequence: Sequence) -> int:
+        """Its first tokens that it may share, but for those that it would compute before other rows do: they wait for
+        their own turn, which may be late where they are less urgent."""
+        cached = self._cache.found_tokens(sequence.hashes, sequence.shareable_tokens)
+        missing, calm = sequence.known - cached, sequence.has_media_after(cached)
+        turn, long = self._turn(sequence, missing), self._prefill.is_long_prompt(missing, cached, calm)
+        rows, size, most = self._rows, self._cache.block_size, 0
+        for row, table in rows.tables.items():
+            other, end = rows.sequences[row], int(rows.scheduled[row])
+            shared = shared_blocks(table.promised, sequence.hashes)
+            is_late = other.long_prompt > long or turn < self._turn(other, int(rows.known[row]) - end)
+            if is_late or not rows.running[row]:
+                shared = min(shared, (end + int(self._counts[row])) // size)
+            most = max(most, shared)
+        return min(most * size + 1, sequence.shareable_tokens)
+
+    def _turn(self, sequence: Sequence, missing: int) -> tuple[int, int, int]:
+        """Of a tenant's prompts, that lack so many tokens, the lowest goes on first."""
+        urgency, _ = self._fairness.fair_share_key(sequence, self._step)
+        return urgency, sequence.seniority + missing // self._config.rank_step_tokens, sequence.arrival_number
 
     def _describe(self, sequence: Sequence, first: int, end: int) -> None:
         if self._cache.events is not None:

@@ -4,12 +4,12 @@ A snapshot may take as much memory as the blocks of thousands of tokens, so few 
 goes on. Knows no tensors and no queue; `StatePool` knows which snapshot makes room.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from ...kvcache.block_hashes import shared_blocks
 from ...kvcache.block_table import BlockTable
 from ...kvcache.states.state_pool import StatePool
 from ..config import SnapshotRule
@@ -200,8 +200,5 @@ def forks_of(sequence: Sequence, others: Iterable[Sequence], block_size: int) ->
     forks: list[int] = []
     for other in others:
         shareable = (other.shareable_tokens - 1) // block_size
-        shared = min(len(sequence.hashes), len(other.hashes), shareable)
-        # A hash stands for all tokens before it.
-        differs = bisect_left(range(shared), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
-        forks.append(differs * block_size)
+        forks.append(min(shared_blocks(sequence.hashes, other.hashes), shareable) * block_size)
     return forks
