@@ -75,10 +75,8 @@ class SequenceSupport:
             kind = "BYTES" if isinstance(sequence_id, str) else "UINT64"
             expected = f"but model '{model}' expects '{datatype}'"
             raise _refuse(request, f"sequence batching control '{name}' data-type is '{kind}', {expected}")
-        if isinstance(sequence_id, int):
-            limits = np.iinfo(datatype.lower())
-            if not limits.min <= sequence_id <= limits.max:
-                raise _refuse(request, f"sequence id {sequence_id} does not fit '{name}' of type {datatype}")
+        if isinstance(sequence_id, int) and not -(1 << 63) <= sequence_id < 1 << 64:
+            raise _refuse(request, f"sequence id {sequence_id} has more than 64 bits")
         return sequence_id
 
     def mark_warm_up(self, job: InferenceJob) -> None:
@@ -160,7 +158,10 @@ def _control_value(control: ControlTensor, flags: SequenceFlags | None) -> Any:
     if control.kind is ControlKind.ID:
         if flags is None:
             return b"" if control.datatype == "BYTES" else 0
-        return flags.id.encode() if isinstance(flags.id, str) else flags.id
+        if isinstance(flags.id, str):
+            return flags.id.encode()
+        # As Triton's: its low bytes, where the control has fewer. The sequence is known by all of them.
+        return np.uint64(flags.id % (1 << 64)).astype(NUMPY_TYPES[control.datatype])
     if flags is None:
         return control.values[False]
     holds = control.kind is ControlKind.READY or (flags.start if control.kind is ControlKind.START else flags.end)

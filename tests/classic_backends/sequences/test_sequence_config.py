@@ -196,7 +196,7 @@ def test_flags_of_a_request() -> None:
             1,
             "[request id: 7] sequence batching control 'ID' data-type is 'BYTES', but model 'm' expects 'INT32'",
         ),
-        ({"sequence_id": 2**31}, 1, "sequence id 2147483648 does not fit 'ID' of type INT32"),
+        ({"sequence_id": 2**64}, 1, "sequence id 18446744073709551616 has more than 64 bits"),
         ({"sequence_id": 1, "sequence_end": 1}, 1, "parameter 'sequence_end' must be true or false, got 1"),
     ],
 )
@@ -204,6 +204,25 @@ def test_a_request_of_no_sequence_is_refused(parameters: dict[str, Any], rows: i
     with pytest.raises(CharoniaError) as refused:
         ids("TYPE_INT32").read_flags(InferRequest(id="7", parameters=parameters), rows)
     assert says in refused.value.message
+
+
+def test_a_control_has_the_low_bytes_of_an_id() -> None:
+    low = {
+        "TYPE_INT32": {2**40 + 7: 7, 2**31: -(2**31), -7: -7},
+        "TYPE_UINT32": {2**40 + 7: 7, 2**31: 2**31, -7: 2**32 - 7},
+        "TYPE_INT64": {2**63: -(2**63), -7: -7},
+        "TYPE_UINT64": {2**64 - 1: 2**64 - 1, -7: 2**64 - 7},
+    }
+    for datatype, told in low.items():
+        reader = ids(datatype)
+        jobs = []
+        for sequence_id in told:
+            flags = reader.read_flags(InferRequest(parameters={"sequence_id": sequence_id}), 1)
+            assert flags.id == sequence_id
+            jobs.append(InferenceJob({"X": np.zeros((1, 1), np.int32)}, sequence_flags=flags))
+        control = reader.sequence_inputs(jobs)["ID"]
+        assert control.dtype.name == datatype.removeprefix("TYPE_").lower()
+        assert control.ravel().tolist() == list(told.values())
 
 
 def test_controls_have_the_types_that_their_values_have() -> None:
