@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_216,
     "routing": 250,
     "repository": 5_030,
-    "api": 10_867,
+    "api": 10_878,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

@@ -36,14 +36,19 @@ from .request_head import (
     too_many_chunks,
 )
 
+_MAX_PIPELINED = 8
+"""Requests behind one that is answered while the connection is read on: an end that is not read is not told."""
+
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. `cycle` is its newest request, which may wait in the `pipeline` for those before it."""
 
     server_state: HttpServerState
     ends_with_response = False
     """Whether the response to a request that begins from now on is its last."""
     _ready: tuple[Http11Cycle, Any] | None = None
+    _running: Http11Cycle | None = None
+    """The request that was started last."""
     _idle = False
     _idle_since = 0.0
     _received = 0
@@ -146,8 +151,9 @@ class HttpProtocol(HttpToolsProtocol):
         # Only the access log wants to know for whom a proxy asks.
         app: Any = self.app if cycle.access_log else self.config.app
         if before is not None and not before.response_complete:
-            self.flow.pause_reading()
             self.pipeline.appendleft((cycle, app))
+            if len(self.pipeline) >= _MAX_PIPELINED:
+                self.flow.pause_reading()
         else:
             self._ready = cycle, app  # for when all that came together is parsed
 
@@ -164,6 +170,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if self.ends_with_response and not self.pipeline:
             cycle.keep_alive = False
+        self._running = cycle
         task = start_eagerly(cycle.run_asgi(app))
         if task is None:
             cycle.release()
@@ -183,18 +190,26 @@ class HttpProtocol(HttpToolsProtocol):
         self._answer_error(cause)
 
     def _answer_error(self, error: HttpProtocolError) -> None:
-        cycle, started = self.cycle, False
-        if cycle is not None and not cycle.response_complete:
-            # For the application that has it, the client has left.
-            cycle.disconnected, started = True, cycle.response_started
-            cycle.message_event.set()
+        """Answer no further request of this connection, and tell why unless a response is on its way."""
+        running = self._running
+        began = running is not None and running.response_started and not running.response_complete
+        self._end_requests()
         self.flow.resume_reading()
-        if not started:
+        if not began:
             self.transport.write(error.answer(STATUS_LINE[error.status]))
         if error.client_still_sends:
             self.transport.set_protocol(LingeringConnection(self, self.transport))
         else:
             self.transport.close()
+
+    def _end_requests(self) -> None:
+        """Forget the requests that wait. For the application that has one, the client has left."""
+        self._ready = None
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     # The end of requests and connections. An idle connection is closed after a while, also within a request's head: it
     # costs a file. Its one timer may ring too early, and is not moved with every request.
@@ -245,6 +260,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end_requests()
         super().connection_lost(exc)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from charonia.api.http.request_cycle import (
     send_complete_response,
     take_complete_body,
 )
-from charonia.api.http.server import check_uvicorn
+from charonia.api.http.server import HttpServer, check_uvicorn
 from charonia.api.http.uvicorn_protocol import HttpProtocol
 from charonia.core.errors import Unsupported
 
@@ -32,6 +33,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = False
+        self.reading_paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
@@ -46,15 +48,16 @@ class Transport(asyncio.Transport):
         self.closed = True
 
     def pause_reading(self) -> None:
-        pass
+        self.reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.reading_paused = False
 
     def get_write_buffer_size(self) -> int:
         return 0
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         pass
-
-    resume_reading = pause_reading
 
 
 class Clock:
@@ -238,6 +241,95 @@ async def test_who_left_gets_nothing() -> None:
     await turns()
     assert connection.transport.written == b""
     assert not connection.tasks
+
+
+@pytest.mark.parametrize("behind", [request(b"efgh"), request(b"efgh")[:-2]], ids=["whole", "a part"])
+async def test_who_leaves_is_noticed_though_another_request_waits(behind: bytes) -> None:
+    running, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        running.set()
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        server = HttpServer(app, sock, access_log=False)
+        await server.start()
+        async with asyncio.timeout(30):
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(request(b"abcd"))
+            await running.wait()
+            running.clear()
+            writer.write(behind)
+            writer.close()
+            await left.wait()
+        await server.stop()
+    assert not running.is_set(), "the request behind it is not begun"
+
+
+async def test_all_requests_of_who_left_are_forgotten() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"), request(b"efgh"), request(b"ijkl"))
+    connection.protocol.connection_lost(None)
+    app.gate.set()
+    await turns()
+    assert (connection.transport.written, len(app.scopes)) == (b"", 1)
+    assert not connection.tasks
+
+
+BROKEN = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4\r\nabcdzz"
+
+
+async def test_a_broken_request_is_not_told_within_the_response_before_it() -> None:
+    app = Streaming()
+    connection = Connection(app)
+    await connection.send(request(b"abcd"))
+    app.cycle.write_chunk(b"one")
+    await turns()
+    written = connection.transport.written
+    await connection.send(request(b"efgh"), BROKEN)
+    assert connection.transport.closed
+    app.cycle.write_chunk(b"two")
+    app.over.set()
+    await turns()
+    assert connection.transport.written == written
+    assert not connection.tasks
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_broken_request_is_the_end_of_those_before_it_that_have_no_response(together: bool) -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection = Connection(app)
+    pieces = [request(b"abcd"), request(b"efgh"), BROKEN]
+    await connection.send(*([b"".join(pieces)] if together else pieces))
+    written = connection.transport.written
+    assert written.startswith(b"HTTP/1.1 400 ")
+    assert connection.transport.closed
+    app.gate.set()
+    await turns()
+    assert connection.transport.written == written
+    assert len(app.scopes) == (not together)
+    assert not connection.tasks
+
+
+async def test_of_many_requests_at_a_time_some_are_not_read() -> None:
+    app = App()
+    app.gate = asyncio.Event()
+    connection = Connection(app)
+    read = 0
+    while not connection.transport.reading_paused:
+        await connection.send(request(b"%04d" % read))
+        read += 1
+    assert 1 < read < 20
+    app.gate.set()
+    for _ in range(read):
+        await turns()
+    assert not connection.transport.reading_paused
+    assert connection.answers == [b"%04d" % number for number in range(read)]
 
 
 class Streaming:
