@@ -85,7 +85,7 @@ class ModelCensus:
     def _versions(self, entry: ModelEntry, names: tuple[str, ...]) -> Iterator[ServedModel]:
         for version in entry.versions.values():
             loaded = version.loaded
-            if loaded is None:
+            if loaded is None or loaded.unfit:  # the hub says why
                 continue
             number = self.number_of(loaded)
             if isinstance(loaded.model, LlmModel) and number not in self._parts:

@@ -28,6 +28,7 @@ from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
 from .config_validation import ignored_field_message, ignored_fields
+from .ensemble_steps import follow_steps, refuse_circle, step_interfaces
 from .load_turn import Turn
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
@@ -194,7 +195,9 @@ class ModelLifecycle:
 
                     started = time.monotonic()
                     await self._load(entry, source, renew, shared)
-                    return time.monotonic() - started
+                    seconds = time.monotonic() - started
+            await follow_steps(self._registry, source.name, self._gateway)
+            return seconds
         finally:
             self._awaiting_grant.discard(source.name)
             shared.drop_holder()
@@ -207,7 +210,7 @@ class ModelLifecycle:
         try:
             for version in source.versions:
                 loaded = served.get(version.number)
-                if loaded is None or version.mark is None or loaded.source_mark != version.mark:
+                if loaded is None or version.mark is None or loaded.source_mark != version.mark or loaded.unfit:
                     loaded = await self._load_version(entry, source, version, on_progress)
                     shared.add_holder()
                     loaded.resources.callback(shared.drop_holder)
@@ -231,6 +234,8 @@ class ModelLifecycle:
             known.reason = ""
             known.failure = ""
         try:
+            refuse_circle(self._registry, source.name, source.config)
+            steps = step_interfaces(source.config, self._gateway)
             factory = await self._prepare_when_memory_allows(source, version)
             model = await self._build_and_load(factory, on_progress)
         except CONTROL_FLOW:
@@ -244,7 +249,7 @@ class ModelLifecycle:
             entry.record_load_failure(str(cause), [version.number])
             raise LoadFailure(version.number, cause) from error
         config = replace(with_config_defaults(model.config, source.config), aliases=source.aliases)
-        loaded = LoadedModel(model, config, time.monotonic() - started, version.mark)
+        loaded = LoadedModel(model, config, time.monotonic() - started, version.mark, steps=steps)
         loaded.resources.callback(factory.reservation.release)
         return loaded
 
@@ -316,6 +321,7 @@ class ModelLifecycle:
                 for old in entry.publish({}):
                     self._retire(entry, old)
                 entry.describe(configs)
+            await follow_steps(self._registry, source.name, self._gateway)
         finally:
             release()
 
@@ -341,6 +347,7 @@ class ModelLifecycle:
             numbers = choose()
             for old in entry.drop(numbers) if numbers else ():
                 self._retire(entry, old)
+        await follow_steps(self._registry, name, self._gateway)
 
     def _retire(self, entry: ModelEntry, old: LoadedModel) -> None:
         """Unload a model when its last request is done."""

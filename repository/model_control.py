@@ -14,6 +14,7 @@ from ..processes.scratch import ScratchDirectory
 from .backend_registry import PIPELINE_BACKEND, PYTHON, is_own_backend
 from .catalog import RepositoryCatalog
 from .config_io import parse_config_override
+from .ensemble_steps import models_asked_by
 from .lifecycle import LoadFailure, ModelLifecycle
 from .model_registry import ModelEntry, ModelRegistry
 from .model_source import ModelSource
@@ -186,7 +187,7 @@ class ModelControl:
         asked, left = set[str](), [name] if dependents else []
         while left:
             entry = self._registry.entries.get(left.pop())
-            new = frozenset() if entry is None else entry.asked_models - asked
+            new = frozenset() if entry is None else models_asked_by(entry) - asked
             asked |= new
             left += new
         await self._unload(name)
@@ -209,7 +210,7 @@ class ModelControl:
         entries = self._registry.entries
         if name not in entries or not entries[name].served_versions or name not in self._registry.implicit:
             return False
-        asked = (entry.asked_models for entry in entries.values())
+        asked = (models_asked_by(entry) for entry in entries.values())
         return not any(name in models for models in (self._registry.routed_models, *self._asked, *asked))
 
     async def _read(

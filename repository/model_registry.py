@@ -14,7 +14,6 @@ from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
 from ..core.model import Capabilities, Model, ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
-from .model_source import asked_models
 from .request_validation import validate_request
 
 UNLOADED = "unloaded"
@@ -73,6 +72,10 @@ class LoadedModel:
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     loaded_at: float = field(default_factory=time.monotonic)
+    steps: Hashable = None
+    """What the steps of an ensemble took and made when it was checked against them."""
+    unfit: str = ""
+    """Why they do not fit it any more: it answers nothing until they do."""
     capabilities: Capabilities = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,14 +123,14 @@ class ModelVersion:
     def ready(self) -> bool:
         if self.loaded is None:
             return self.described is not None and not self.failure
-        return self.loaded.model.stats().ready
+        return not self.loaded.unfit and self.loaded.model.stats().ready
 
     def index_entry(self, name: str, model_failure: str) -> RepositoryIndexEntry:
         """`model_failure`: why the last load of the model as a whole failed, whatever serves meanwhile."""
         state, failure = self.state, self.reason
         if self.loaded is not None:
             state = ModelState.READY if self.ready else ModelState.UNAVAILABLE
-            failure = self.failure
+            failure = self.loaded.unfit or self.failure
         return RepositoryIndexEntry(name, self.number, state, model_failure or failure)
 
 
@@ -176,13 +179,6 @@ class ModelEntry:
     def served_versions(self) -> list[str]:
         """The numbers of those that answer, in memory or not, lowest first."""
         return [version.number for version in self.sorted_versions if version.config is not None]
-
-    @property
-    def asked_models(self) -> frozenset[str]:
-        """The models that versions which answer ask: as steps of an ensemble, or as a pipeline declares them."""
-        configs = [version.config for version in self.versions.values()]
-        asked = (asked_models(config.backend, config.raw) for config in configs if config is not None)
-        return frozenset[str]().union(*asked)
 
     @property
     def takes_adapters(self) -> bool:
@@ -355,6 +351,8 @@ class ModelRegistry:
         if version.loaded is None:
             assert version.described is not None
             raise NotResident(version.described.name)
+        if version.loaded.unfit:
+            raise Unavailable(f"Request for unknown model: '{name}' is not at ready state: {version.loaded.unfit}")
         return version.loaded
 
     def find_config(self, name: str, number: str = "") -> ModelConfig:

@@ -150,6 +150,8 @@ class CachedModel:
         self._hits = _LookupCounter(QuantileSummary(quantiles))
         self._misses = _LookupCounter(QuantileSummary(quantiles))
         self._last_hit_at = 0.0
+        self._owner = object()
+        """That of the responses that still hold."""
 
     async def load(self) -> None:
         await self._model.load()
@@ -157,13 +159,19 @@ class CachedModel:
 
     async def unload(self) -> None:
         await self._model.unload()
-        self._cache.remove_owner(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what the cache has of it, and keep nothing of what it is being asked: its steps have changed."""
+        self._cache.remove_owner(self._owner)
+        self._owner = object()
 
     async def infer(self, request: InferRequest, context: RequestContext) -> AsyncGenerator[InferResponse, None]:
         """Raises as the model does; errors are not cached."""
         begun = time.monotonic_ns()
         key = cache_key(request, context.tenant)
-        kept = self._cache.get(self, key)
+        owner = self._owner
+        kept = self._cache.get(owner, key)
         looked = time.monotonic_ns() - begun
         if kept is not None:
             self._hits.record(looked)
@@ -176,17 +184,18 @@ class CachedModel:
             first = True
             async for response in responses:
                 if response.final and first:
-                    self._keep(key, response, looked)
+                    self._keep(owner, key, response, looked)
                 else:
                     alone = _read_only_copy(response) if first else None
                 first = False
                 yield response
         if alone is not None:
-            self._keep(key, alone, looked)
+            self._keep(owner, key, alone, looked)
 
-    def _keep(self, key: bytes, response: InferResponse, looked: int) -> None:
+    def _keep(self, owner: object, key: bytes, response: InferResponse, looked: int) -> None:
         begun = time.monotonic_ns()
-        self._cache.put(self, key, response)
+        if owner is self._owner:
+            self._cache.put(owner, key, response)
         self._misses.record(looked + time.monotonic_ns() - begun)
 
     def stats(self) -> ModelStats:

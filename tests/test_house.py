@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_985,
     "ensembles": 1_216,
     "routing": 250,
-    "repository": 5_030,
+    "repository": 5_110,
     "api": 10_878,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
