@@ -45,22 +45,31 @@ class ProgressDisplay:
     def __init__(self) -> None:
         self._bars = _make_bars() if sys.stdout.isatty() else None
         self._phases: dict[str, TaskID] = {}
+        self._unheard: OSError | None = None
 
     def __enter__(self) -> Self:
         if self._bars is not None:
             self._bars.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Raises the `OSError` of a line that could not be written: not where it was, for those who load go on."""
         if self._bars is not None:
             self._bars.stop()
+        if kind is None and self._unheard is not None:
+            raise self._unheard
 
     def print_line(self, text: str) -> None:
-        if self._bars is None:
-            print(text)
-        else:
-            self._bars.console.print(text)
-        sys.stdout.flush()
+        if self._unheard is not None:
+            return
+        try:
+            if self._bars is None:
+                print(text)
+            else:
+                self._bars.console.print(text)
+            sys.stdout.flush()
+        except OSError as error:
+            self._unheard = error
 
     def on_loading(self, name: str) -> OnProgress:
         self._show(f"{name}: starting", 0)

@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_130,
     "media": 1_763,
     "scheduler": 2_536,
-    "engine": 31_932,
+    "engine": 31_938,
     "classic_backends": 8_985,
     "ensembles": 1_216,
     "routing": 250,
@@ -130,7 +130,7 @@ BUDGETS = {
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_573,
-    "cli": 2_966,
+    "cli": 2_971,
     "extras/optimizer": 4_050,
     "inprocess": 1_700,
 }

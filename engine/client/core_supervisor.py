@@ -127,10 +127,12 @@ class CoreSupervisor:
     def pid(self) -> int | None:
         return None if self._core is None else self._core.pid
 
-    def send(self, message: ToCore) -> None:
-        """Send a message without waiting; it is dropped when there is no core."""
-        if self._core is not None:
-            self._core.send(message)
+    def send(self, message: ToCore) -> bool:
+        """Send a message without waiting. It is dropped, and False, when there is no core."""
+        if self._core is None:
+            return False
+        self._core.send(message)
+        return True
 
     async def start(self) -> CoreReady:
         """Return when a core serves for the first time. Raises a `CharoniaError`: the core's own, or that it died
@@ -296,12 +298,16 @@ class CoreProcess:
         await self.ended
 
     def _receive_all(self) -> None:
-        # ZeroMQ's descriptor is edge-triggered: everything must be read each time.
-        try:
-            while True:
-                self._on_message(self._decode(self._inbox.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return
+        # ZeroMQ's descriptor is edge-triggered: everything must be read each time, whatever a listener raises.
+        while True:
+            try:
+                message = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_message(self._decode(message))
+            except Exception:
+                log.exception("a message of %s could not be taken", CORE_NAME)
 
     def _on_exit(self) -> None:
         self.dying = True
@@ -311,7 +317,7 @@ class CoreProcess:
     def _finish(self) -> None:
         try:
             self._receive_all()
-        finally:  # whatever a message's listener raised
+        finally:
             self._loop.remove_reader(self._inbox.FD)
             exit_code = self._process.close()
             self._resources.close()

@@ -1,11 +1,13 @@
 """What the command line may ask to serve."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from charonia.cli.model_selection import engine_settings, parse_lora_modules, select_models
+from charonia.cli.model_selection import ProgressDisplay, engine_settings, parse_lora_modules, select_models
 from charonia.cli.options import AdapterOptions, ConfigOptions, RepositoryOptions
 from charonia.core.errors import InvalidArgument
 from charonia.engine.options import EngineOptions
@@ -174,3 +176,24 @@ def test_no_adapter_is_called_as_its_model(tmp_path: Path) -> None:
             select_models(str(tmp_path), options, {"lora_modules": f'{{"sql": "/a", "{name}": "/b"}}'})
     with pytest.raises(InvalidArgument, match=r"--lora-modules is for a single checkpoint; .* config.pbtxt"):
         select_models(None, RepositoryOptions(model_repository=(str(tmp_path),)), {"lora_modules": "{}"})
+
+
+def test_a_reader_of_the_output_who_leaves_is_told_of_when_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    loaded = []
+
+    def load_all() -> None:
+        with ProgressDisplay() as display:
+            for name in ("one", "two"):
+                display.on_loading(name)("weights", 1.0, 0.1, "")
+                display.on_loaded(name, 0.1)
+                loaded.append(name)
+
+    with os.fdopen(ours, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError):
+            load_all()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    assert loaded == ["one", "two"]

@@ -266,6 +266,18 @@ async def test_a_core_that_hangs_keeps_no_request_beyond_its_time(
     assert tokens(await read_all(client, [1], max_tokens=2, timeout=SECONDS)) == [2, 3]
 
 
+async def test_a_listener_that_raises_stops_no_later_message(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def on_progress(loading: CoreLoading) -> None:
+        raise BrokenPipeError("nobody reads it")
+
+    client = EngineClient(config(), on_progress)
+    async with asyncio.timeout(SECONDS):
+        await client.start()
+        assert tokens(await read_all(client, [1], max_tokens=2)) == [2, 3]
+    assert "nobody reads it" in caplog.text
+    await client.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_signals_to_the_group_are_the_frontends_to_decide(
     started_children: None, start: Start, number: signal.Signals
