@@ -258,8 +258,11 @@ class _AwaitedCall:
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._make(), name=_REQUEST)
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=_REQUEST)
         self._task.add_done_callback(self._end)
+
+    async def _run(self) -> Any:
+        return await self._make()  # which may raise: then it has an end, too
 
     def _end(self, task: "asyncio.Task[Any]") -> None:
         try:

@@ -323,6 +323,8 @@ def test_a_loop_does_not_wait_for_itself() -> None:
     thread.start(close)
     with pytest.raises(charonia.InvalidArgument, match="wait for itself"):
         thread.run(lambda: ask(thread))
+    with pytest.raises(ZeroDivisionError):
+        thread.run(lambda: asyncio.sleep(1 // 0))
     thread.stop()
     with pytest.raises(charonia.Unavailable, match="was stopped"):
         thread.call_soon(print)
