@@ -3,8 +3,13 @@ vain, and what the C library keeps for later returns to the system after large r
 
 import gc
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from .host import release_free_memory
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _THRESHOLDS = (20_000, 50, 100)
 """New objects until a young collection, and rounds until older generations are collected."""
@@ -46,7 +51,8 @@ LARGE_REQUEST_BYTES = 1 << 20
 _RELEASE_DELAYS = (2.0, 7.0, 20.0, 60.0)
 """Seconds from the first large request or response since the last release."""
 
-_scheduled_releases: set[float] = set()
+_scheduled_releases: "WeakKeyDictionary[AbstractEventLoop, set[float]]" = WeakKeyDictionary()
+"""By event loop: those of one that has ended come no more, and a program may start another."""
 
 memory_releases: set[Callable[[], None]] = set()
 """Called in the event loop's thread before memory is returned: each frees what its owner keeps for later."""
@@ -60,17 +66,20 @@ def release_memory_soon() -> None:
     """Schedule the return of memory that a large request or response frees. For the event loop's thread."""
     import asyncio  # engine cores have no event loop
 
+    loop = asyncio.get_running_loop()
+    scheduled = _scheduled_releases.setdefault(loop, set())
     for moment in _RELEASE_DELAYS:
-        if moment not in _scheduled_releases:
-            _scheduled_releases.add(moment)
-            asyncio.get_running_loop().call_later(moment, _release, moment)
+        if moment not in scheduled:
+            scheduled.add(moment)
+            loop.call_later(moment, _release, moment)
 
 
 def _release(moment: float) -> None:
     import asyncio
 
-    _scheduled_releases.discard(moment)
+    loop = asyncio.get_running_loop()
+    _scheduled_releases[loop].discard(moment)
     late = late_releases if moment == _RELEASE_DELAYS[-1] else ()
     for release in (*memory_releases, *late):
         release()
-    asyncio.get_running_loop().run_in_executor(None, release_free_memory)
+    loop.run_in_executor(None, release_free_memory)

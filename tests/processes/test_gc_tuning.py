@@ -53,3 +53,25 @@ async def test_memory_is_given_back_once_for_all_large_requests(monkeypatch: pyt
     assert len(released) == 4
     assert len(late) == 2, "those come with the last delay"
     assert holders == [threading.current_thread()] * 4
+
+
+def test_a_server_that_ended_keeps_no_other_from_giving_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bool] = []
+    monkeypatch.setattr(gc_tuning, "_RELEASE_DELAYS", (0.0,))
+    monkeypatch.setattr(gc_tuning, "memory_releases", set())
+    monkeypatch.setattr(gc_tuning, "late_releases", {lambda: released.append(True)})
+    monkeypatch.setattr(gc_tuning, "release_free_memory", lambda: None)
+
+    async def serve(seconds: float) -> None:
+        gc_tuning.release_memory_soon()
+        await asyncio.sleep(seconds)
+
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    first.call_soon(gc_tuning.release_memory_soon)
+    first.call_soon(first.stop)
+    first.run_forever()
+    first.close()
+    second.run_until_complete(serve(0.01))
+    second.run_until_complete(second.shutdown_default_executor())
+    second.close()
+    assert released == [True]
