@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 class ResidentAdapters:
     """The adapters that a core computes with. The core counts loads: each that it answers is to be unloaded once."""
 
-    def __init__(self, send: Callable[[ToCore], None]) -> None:
+    def __init__(self, send: Callable[[ToCore], bool]) -> None:
         self._send = send
         self._wanted: dict[str, Adapter] = {}
         self._resident = set[str]()
@@ -42,14 +42,19 @@ class ResidentAdapters:
     async def load(self, path: str) -> Adapter:
         """Return when the core has the adapter, whose `name` is empty. Raises the core's `CharoniaError`, or that of
         its loss."""
+        adapter = await self._load(path)
+        self._wanted[adapter.digest] = adapter
+        return adapter
+
+    async def _load(self, path: str) -> Adapter:
         self._last_load += 1
+        if not self._send(LoadAdapter(self._last_load, path)):  # nobody would answer
+            raise NotReady("the engine is not ready")
         loading: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
         self._loads[self._last_load] = loading
-        self._send(LoadAdapter(self._last_load, path))
         adapter = await loading
         if adapter.digest in self._resident:
             self._send(UnloadAdapter(adapter.digest))
-        self._wanted[adapter.digest] = adapter
         self._lost.pop(adapter.digest, None)
         self._resident.add(adapter.digest)
         return adapter
@@ -88,9 +93,9 @@ class ResidentAdapters:
                 loading.set_exception(error)
 
     async def _restore(self, adapter: Adapter) -> None:
-        """Load an adapter that the lost core had; one whose files have changed is unloaded."""
+        """Load an adapter that the lost core had; what nobody wants of it any more, or never did, is unloaded."""
         try:
-            loaded = await self.load(adapter.path)
+            loaded = await self._load(adapter.path)
         except NotReady:
             return  # the next core gets it
         except CharoniaError as error:
@@ -98,8 +103,11 @@ class ResidentAdapters:
             return
         if loaded.digest != adapter.digest:
             self._lose(adapter, "its files are not those that were loaded")
+        if loaded.digest not in self._wanted:
             self.unload(loaded.digest)
 
     def _lose(self, adapter: Adapter, why: str) -> None:
+        if adapter.digest not in self._wanted:
+            return
         self._lost[adapter.digest] = why
         log.error("adapter %s is lost with the engine core that had it: %s", adapter.path, why)

@@ -8,11 +8,24 @@ import pytest
 from charonia.core.adapter import Adapter
 from charonia.core.errors import CharoniaError, NotReady, SentError, Unavailable
 from charonia.engine.client.resident_adapters import ResidentAdapters
-from charonia.engine.core.messages import AdapterLoaded, AdapterRefused
+from charonia.engine.core.messages import AdapterLoaded, AdapterRefused, UnloadAdapter
 
 
 def stored(digest: str) -> Adapter:
     return Adapter("", "/loras/sql", digest, 4, 100)
+
+
+class Core:
+    """Gets messages while it is there."""
+
+    def __init__(self) -> None:
+        self.there = True
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> bool:
+        if self.there:
+            self.messages.append(message)
+        return self.there
 
 
 @pytest.mark.parametrize(
@@ -26,8 +39,8 @@ def stored(digest: str) -> Adapter:
 async def test_an_adapter_that_a_new_core_has_not_is_told_by_name(
     reply: AdapterLoaded | AdapterRefused | None, kind: type[CharoniaError], why: str
 ) -> None:
-    sent: list[Any] = []
-    adapters = ResidentAdapters(sent.append)
+    core = Core()
+    adapters = ResidentAdapters(core.send)
     loading = asyncio.create_task(adapters.load("/loras/sql"))
     await asyncio.sleep(0)
     adapters.on_reply(AdapterLoaded(1, stored("old")))
@@ -45,3 +58,31 @@ async def test_an_adapter_that_a_new_core_has_not_is_told_by_name(
     assert type(absence) is kind
     with pytest.raises(kind, match=why):
         raise absence
+
+
+async def test_an_adapter_that_is_unloaded_while_it_is_restored_does_not_come_back() -> None:
+    core = Core()
+    adapters = ResidentAdapters(core.send)
+    loading = asyncio.create_task(adapters.load("/loras/sql"))
+    await asyncio.sleep(0)
+    adapters.on_reply(AdapterLoaded(1, stored("old")))
+    await loading
+    adapters.on_loss(NotReady("it died"))
+    adapters.on_serving()
+    await asyncio.sleep(0)
+    adapters.unload("old")
+    adapters.on_reply(AdapterLoaded(2, stored("old")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert list(adapters) == []
+    assert core.messages[-1] == UnloadAdapter("old")
+    adapters.on_loss(NotReady("it died"))
+    adapters.on_serving()
+    assert core.messages[-1] == UnloadAdapter("old"), "the next core does not get it"
+
+
+async def test_a_core_that_is_gone_is_asked_for_nothing() -> None:
+    core = Core()
+    core.there = False
+    with pytest.raises(NotReady):
+        await ResidentAdapters(core.send).load("/loras/sql")
