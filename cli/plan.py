@@ -163,9 +163,18 @@ def parse_lora_root(options: AdapterOptions) -> Path | None:
 
 
 def parse_grpc_settings(options: GrpcOptions) -> GrpcSettings:
-    """Raises `InvalidArgument` for TLS files that are no good, `Unavailable` for reflection without its package."""
+    """Raises `InvalidArgument` for TLS files that are no good, or of no use, `Unavailable` for reflection without its
+    package."""
     tls, mutual = None, is_true(options.grpc_use_ssl_mutual)
-    if mutual or is_true(options.grpc_use_ssl):
+    encrypts = mutual or is_true(options.grpc_use_ssl)
+    for flag, file, used, switch in (
+        ("--grpc-server-cert", options.grpc_server_cert, encrypts, "--grpc-use-ssl true"),
+        ("--grpc-server-key", options.grpc_server_key, encrypts, "--grpc-use-ssl true"),
+        ("--grpc-root-cert", options.grpc_root_cert, mutual, "--grpc-use-ssl-mutual true"),
+    ):
+        if file is not None and not used:
+            raise InvalidArgument(f"{flag} has no effect without {switch}")
+    if encrypts:
         tls = load_tls_files(options.grpc_server_cert, options.grpc_server_key, options.grpc_root_cert, mutual)
     compression = options.grpc_infer_response_compression_level
     reflection = is_true(options.grpc_reflection)

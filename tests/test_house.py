@@ -111,13 +111,13 @@ NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b"
 # Raising one is a line in a commit that says why.
 BUDGETS = {
     "core": 2_512,
-    "processes": 1_238,
+    "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_614,
     "tokenization": 4_130,
     "media": 1_763,
     "scheduler": 2_536,
-    "engine": 31_938,
+    "engine": 31_945,
     "classic_backends": 8_985,
     "ensembles": 1_216,
     "routing": 250,
@@ -130,9 +130,9 @@ BUDGETS = {
     "extras/dynamo": 370,
     "extras/rollouts": 1_160,
     "bench": 7_573,
-    "cli": 2_971,
+    "cli": 2_979,
     "extras/optimizer": 4_050,
-    "inprocess": 1_700,
+    "inprocess": 1_702,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

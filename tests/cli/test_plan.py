@@ -33,6 +33,18 @@ GRPC = GrpcOptions(grpc_restricted_protocol=("model-repository:k=v",))
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (
+            ServeOptions(grpc=GrpcOptions(grpc_server_cert=Path("a.pem"))),
+            "--grpc-server-cert has no effect without --grpc-use-ssl true",
+        ),
+        (
+            ServeOptions(grpc=GrpcOptions(grpc_server_key=Path("a.key"))),
+            "--grpc-server-key has no effect without --grpc-use-ssl true",
+        ),
+        (
+            ServeOptions(grpc=GrpcOptions(grpc_use_ssl="true", grpc_root_cert=Path("a.pem"))),
+            "--grpc-root-cert has no effect without --grpc-use-ssl-mutual true",
+        ),
         (ServeOptions(http=HttpOptions(http_restricted_api=("helth:k=v",))), "unknown restricted api 'helth'"),
         (
             ServeOptions(grpc=GrpcOptions(grpc_restricted_protocol=("all:k=v",))),
