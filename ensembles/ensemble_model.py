@@ -23,6 +23,7 @@ from ..core.tasks import RequestTaskGroup
 from ..core.tensor import Tensor
 from .composite_model import ResponseBuffer, first_error, with_model_name
 from .ensemble_plan import ENSEMBLE, EnsemblePlan, EnsembleStep, Stage, plan_ensemble, read_steps
+from .step_sequences import SequenceParameters, read_sequence, with_sequence
 
 """The endpoint that requests of ensembles come from, in metrics and traces."""
 
@@ -35,12 +36,16 @@ StepOutputs: TypeAlias = Mapping[str, Tensor]
 
 
 class Pass(NamedTuple):
-    """One pass: its tensors by the ensemble's names, those of a step that still runs in its task, and the parameters
-    of the responses that they came with. `final`: it is known to be the last."""
+    """One pass of an ensemble."""
 
     tensors: dict[str, "Tensor | asyncio.Task[StepOutputs]"]
+    """By the ensemble's names; those of a step that still runs are in its task."""
     parameters: dict[str, ParameterValue]
+    """Those of the responses that the tensors came with."""
+    sequences: dict[str, SequenceParameters]
+    """The sequences that tensors are of, where a response has said another than the client's."""
     final: bool = True
+    """It is known to be the last."""
 
 
 Place: TypeAlias = "list[InferResponse | None]"
@@ -76,7 +81,7 @@ class EnsembleRun:
         """The pass that the request itself begins. As Triton's, responses say of which sequence they are."""
         parameters = self._request.parameters
         flags = {name: bool(parameters.get(name, False)) for name in ("sequence_start", "sequence_end")}
-        return Pass(dict(self._request.inputs), {"sequence_id": parameters.get("sequence_id", 0), **flags})
+        return Pass(dict(self._request.inputs), {"sequence_id": parameters.get("sequence_id", 0), **flags}, {})
 
     async def answer(self) -> InferResponse:
         """The response of an ensemble without decoupled steps, without the outputs that no step has sent.
@@ -133,13 +138,14 @@ class EnsembleRun:
             return
         outer = asyncio.Semaphore(self._plan.max_passes)
         previous = None
-        async with aclosing(self._ask_for_stream(source, inputs)) as responses:
+        sequence = _sequence_of(source, state)
+        async with aclosing(self._ask_for_stream(source, self._request_of(source, inputs, sequence))) as responses:
             async for response in responses:
                 if not response.outputs:
                     continue
                 tensors = {**state.tensors, **_renamed(source, response)}
-                parameters = {**state.parameters, **response.parameters}
-                made = Pass(tensors, parameters, state.final and response.final)
+                made = Pass(tensors, {**state.parameters}, {**state.sequences}, state.final and response.final)
+                self._note_parameters(source, response, sequence, made)
                 if number + 1 == len(self._plan.stages):
                     await self._begin_pass(made)
                 else:
@@ -198,7 +204,8 @@ class EnsembleRun:
         inputs = await self._inputs(step, state)
         if inputs is None:
             return {}
-        request = self._request_of(step, inputs)
+        sequence = _sequence_of(step, state)
+        request = self._request_of(step, inputs, sequence)
         handle = self._handles[step.number]
         # A trace has a span for each request: then each needs a context.
         answer = handle.answer_now(request) if self._context.children is None else None
@@ -207,9 +214,22 @@ class EnsembleRun:
         else:
             response, times = answer
             self._times.add_execution(times)
-        if response.parameters:
-            state.parameters.update(response.parameters)
+        self._note_parameters(step, response, sequence, state)
         return _renamed(step, response)
+
+    def _note_parameters(
+        self, step: EnsembleStep, response: InferResponse, sequence: SequenceParameters | None, state: Pass
+    ) -> None:
+        """Keep what a response says beside its tensors: its parameters, and the sequence that those are of."""
+        told = response.parameters
+        if told:
+            state.parameters.update(told)
+            other = read_sequence(step.model, told, self._request.parameters if sequence is None else sequence)
+            if other is not None:
+                sequence = other
+                state.parameters.update(other)
+        if sequence is not None:
+            state.sequences.update(dict.fromkeys(step.outputs.values(), sequence))
 
     async def _ask(self, step: EnsembleStep, handle: ModelHandle, request: InferRequest) -> InferResponse:
         self._waits_for_steps = True
@@ -245,17 +265,20 @@ class EnsembleRun:
                 return None
         return inputs
 
-    def _request_of(self, step: EnsembleStep, inputs: dict[str, Tensor]) -> InferRequest:
-        return InferRequest(self._request.id, inputs, tuple(step.outputs), self._request.parameters)
+    def _request_of(
+        self, step: EnsembleStep, inputs: dict[str, Tensor], sequence: SequenceParameters | None
+    ) -> InferRequest:
+        parameters = self._request.parameters
+        if sequence is not None:
+            parameters = with_sequence(parameters, sequence)
+        return InferRequest(self._request.id, inputs, tuple(step.outputs), parameters)
 
-    async def _ask_for_stream(
-        self, step: EnsembleStep, inputs: dict[str, Tensor]
-    ) -> AsyncGenerator[InferResponse, None]:
+    async def _ask_for_stream(self, step: EnsembleStep, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         child = self._context.child(ENDPOINT)
         try:
             with child:
                 handle = self._handles[step.number].for_request(child)
-                async with aclosing(handle.infer(self._request_of(step, inputs))) as responses:
+                async with aclosing(handle.infer(request)) as responses:
                     async for response in responses:
                         yield response
         finally:
@@ -267,6 +290,12 @@ class EnsembleRun:
         if isinstance(error, CharoniaError):
             return with_model_name(f"ensemble '{self._plan.name}'", error)
         return error
+
+
+def _sequence_of(step: EnsembleStep, state: Pass) -> SequenceParameters | None:
+    """The sequence of the first input, whose tensors are there, that has another than the client's; else None."""
+    known = state.sequences
+    return next((known[taken] for taken in step.inputs.values() if taken in known), None) if known else None
 
 
 def _renamed(step: EnsembleStep, response: InferResponse) -> StepOutputs:

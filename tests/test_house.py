@@ -119,7 +119,7 @@ BUDGETS = {
     "scheduler": 2_536,
     "engine": 31_945,
     "classic_backends": 8_985,
-    "ensembles": 1_216,
+    "ensembles": 1_262,
     "routing": 250,
     "repository": 5_110,
     "api": 10_878,

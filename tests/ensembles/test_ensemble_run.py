@@ -177,6 +177,59 @@ async def test_a_response_says_of_which_sequence_it_is() -> None:
     assert response.parameters == {"sequence_id": 7, "sequence_start": True, "sequence_end": False}
 
 
+CLIENTS = {"sequence_id": 7, "sequence_end": True, "priority": 2}
+
+
+async def test_a_step_is_of_the_sequence_that_a_response_before_it_says() -> None:
+    config = ensemble(
+        ["x"],
+        ["y", "d", "z"],
+        ("identity", {"IN": "x"}, {"OUT": "a"}),
+        ("identity", {"IN": "a"}, {"OUT": "b"}),
+        ("add_sub", {"A": "x", "B": "b"}, {"SUM": "y", "DIFF": "d"}),
+        ("identity", {"IN": "x"}, {"OUT": "z"}),
+    )
+    built = plan(config)
+    used = handles(built)
+    used[0].parameters = [{"sequence_id": 9, "sequence_start": True, "own": 1}]
+    used[1].parameters = [{"sequence_end": True}]
+    asked = InferRequest("id", {"x": tensor("x", 1)}, None, CLIENTS)
+    response = await EnsembleRun(built, asked, RequestContext("test"), used, RequestTimes()).answer()
+    assert [used[number].requests[0].parameters for number in range(4)] == [
+        CLIENTS,
+        {"sequence_id": 9, "sequence_start": True, "priority": 2},
+        {"sequence_id": 9, "sequence_end": True, "priority": 2},
+        CLIENTS,
+    ]
+    assert response.parameters == {"sequence_id": 9, "sequence_start": False, "sequence_end": True, "own": 1}
+
+
+async def test_each_response_of_a_stream_may_say_its_own_sequence() -> None:
+    built = plan(SQUARES)
+    used = handles(built)
+    used[0].parameters = [{"sequence_id": "a", "sequence_start": True}, {}, {"sequence_id": 0}]
+    asked = InferRequest("id", {"x": tensor("x", 3)}, None, CLIENTS)
+    stream = EnsembleRun(built, asked, RequestContext("test"), used, RequestTimes()).stream()
+    told = [response.parameters["sequence_id"] async for response in stream]
+    assert told == ["a", 7, 0]
+    assert [each.parameters for each in used[1].requests] == [
+        {"sequence_id": "a", "sequence_start": True, "priority": 2},
+        CLIENTS,
+        {"priority": 2},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("sequence_id", "an integer or a string"), ("sequence_start", "true or false"), ("sequence_end", "true or false")],
+)
+async def test_a_response_that_says_no_sequence_fails_the_request(name: str, kind: str) -> None:
+    config = ensemble(["x"], ["y"], ("identity", {"IN": "x"}, {"OUT": "y"}))
+    used = {0: Handle("identity", parameters=[{name: 1.5}])}
+    with pytest.raises(InvalidArgument, match=f"expected parameter '{name}' of model 'identity' to be {kind}, got 1.5"):
+        await run(config, used, x=1)
+
+
 async def test_a_stream_of_ten_thousand_takes_no_more_memory_than_one_of_a_thousand() -> None:
     config = ensemble(["x"], ["y"], ("repeat", {"IN": "x"}, {"OUT": "s"}), ("identity", {"IN": "s"}, {"OUT": "y"}))
     used = handles(plan(config))
