@@ -40,19 +40,20 @@ class GenerationDefaults(NamedTuple):
 
 
 def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read generation_config.json, or a GGUF file's metadata. If it lacks eos, that is config.json's, then the
-    tokenizer's. Raises `InvalidArgument` for a value of the wrong kind or range."""
+    """Read generation_config.json, or a GGUF file's metadata. If it lacks eos, that is config.json's; the tokenizer's
+    counts besides, unless an encoder reads the prompt. Raises `InvalidArgument` for a value of the wrong kind or range.
+    """
     if directory.is_file():
         file = directory
         generation = read_gguf_generation(read_gguf(directory), tokenizer.added_tokens(tokenizer.size))
     else:
         file = directory / "generation_config.json"
         generation = read_json(file)
+    config = {} if directory.is_file() else read_json(directory / "config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
-        eos = read_json(directory / "config.json").get("eos_token_id")
-    if eos is None:
-        eos = tokenizer.token_id("eos_token")
+        eos = config.get("eos_token_id")
+    own = tokenizer.token_id("eos_token")
     try:
         ids = tuple(map(int, [eos] if isinstance(eos, int) else eos or ()))
         values = {name: kind(value) for name, kind in _SAMPLING.items() if (value := generation.get(name)) is not None}
@@ -61,19 +62,22 @@ def read_generation_defaults(directory: Path, tokenizer: Tokenizer) -> Generatio
         raise InvalidArgument(f"{where}: a field has a value of the wrong kind: {error}") from error
     if invalid := [token for token in ids if not 0 <= token < 1 << 31]:
         raise InvalidArgument(f"{file}, or config.json: eos_token_id {shorten(repr(invalid[0]))} is no token's number")
+    if own is not None and own not in ids and not (ids and config.get("is_encoder_decoder")):
+        ids = (*ids, own)
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     try:
         SamplingParams(**values)
     except InvalidArgument as error:
         raise InvalidArgument(f"{file}: {error.message}") from None
-    start, suppressed = _decoder_tokens(directory, generation)
+    start, suppressed = _decoder_tokens(directory, config, generation)
     return GenerationDefaults(ids, **values)._replace(decoder_start=start, suppressed=suppressed)
 
 
-def _decoder_tokens(directory: Path, generation: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _decoder_tokens(
+    directory: Path, config: dict[str, Any], generation: dict[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`decoder_start` and `suppressed` of a model whose decoder writes while an encoder reads."""
-    config = {} if directory.is_file() else read_json(directory / "config.json")
     if not config.get("is_encoder_decoder"):
         return (), ()
     known = {**config, **{name: value for name, value in generation.items() if value is not None}}

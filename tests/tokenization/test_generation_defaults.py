@@ -14,10 +14,17 @@ def defaults(checkpoint: Path, **files: object) -> GenerationDefaults:
     return read_generation_defaults(checkpoint, Tokenizer.load(checkpoint))
 
 
-def test_eos_comes_from_the_first_file_that_names_it(checkpoint: Path) -> None:
+def test_eos_comes_from_the_first_file_that_names_it_and_from_the_tokenizer(checkpoint: Path) -> None:
     assert defaults(checkpoint).eos == (1,)
-    assert defaults(checkpoint, config={"eos_token_id": 7}).eos == (7,)
-    assert defaults(checkpoint, generation_config={"eos_token_id": [7, 9]}).eos == (7, 9)
+    assert defaults(checkpoint, config={"eos_token_id": 7}).eos == (7, 1)
+    assert defaults(checkpoint, generation_config={"eos_token_id": [7, 9]}).eos == (7, 9, 1)
+    assert defaults(checkpoint, generation_config={"eos_token_id": [1, 9]}).eos == (1, 9)
+    assert defaults(checkpoint, generation_config={"eos_token_id": []}).eos == (1,)
+
+
+def test_a_tokenizers_eos_ends_no_text_of_a_decoder_beside_an_encoder(checkpoint: Path) -> None:
+    assert defaults(checkpoint, config={"is_encoder_decoder": True}).eos == (1,)
+    assert defaults(checkpoint, config={"is_encoder_decoder": True, "eos_token_id": 7}).eos == (7,)
 
 
 def test_sampling_defaults_come_from_the_model(checkpoint: Path) -> None:
