@@ -5,7 +5,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -105,6 +105,8 @@ _TEMPLATES = 16
 """Templates of requests that stay compiled."""
 _TAIL = 128
 """Characters of a text's end that are encoded first, for each wanted token of it."""
+_WORD = "a"
+"""A text to find what is added to any."""
 
 
 class Tokenizer:
@@ -165,8 +167,8 @@ class Tokenizer:
         kept: int | None = None,
         media: MediaText | None = None,
     ) -> list[int]:
-        """The token ids of any kind of prompt; with `kept`, only the last ones. The placeholders of `media` stand where
-        its text, or its chat template, has their token.
+        """The token ids of any kind of prompt; with `kept`, only the last ones, within what `special` adds. The
+        placeholders of `media` stand where its text, or its chat template, has their token.
 
         Raises:
             InvalidArgument: the model cannot render the conversation, or the text is not Unicode.
@@ -215,12 +217,24 @@ class Tokenizer:
         return self.encode(text, special)
 
     def _last(self, text: str, special: bool, count: int) -> list[int]:
-        """The last tokens of a text, which do not depend on a beginning far away."""
-        if len(text) > _TAIL * count:
-            end = self.encode(text[-_TAIL * count :], special=False)
-            if len(end) > count:
-                return end[-count:]
-        return self.encode(text, special)[-count:]
+        """The last tokens of a text, which do not depend on a beginning far away; what `special` adds counts, and goes
+        first."""
+        before, behind = self._special_ids if special else ([], [])
+        room = count - len(before) - len(behind)
+        if room <= 0:
+            return [*before, *behind][:count]
+        if len(text) > _TAIL * room:
+            end = self.encode(text[-_TAIL * room :], special=False)
+            if len(end) > room:
+                return [*before, *end[-room:], *behind]
+        return [*before, *self.encode(text, special=False)[-room:], *behind]
+
+    @cached_property
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """What the model wants before and behind a prompt."""
+        alone, whole = self.encode(_WORD, special=False), self.encode(_WORD)
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+        return whole[:begin], whole[begin + len(alone) :]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of `ids`, without unknown ones; with special tokens if `special`."""

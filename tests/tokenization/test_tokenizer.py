@@ -7,7 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
 import transformers
+from tokenizers import processors
 
 from charonia.core.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from charonia.core.request import ChatMessage, Conversation, Tool
@@ -138,10 +140,29 @@ def test_the_last_tokens_are_those_of_the_whole_text(checkpoint: Path) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     for text in ("fox", "the lazy dog " * 300, "<|assistant|>" * 300, " " * 5000, "🦊" * 400):
         for kept in (1, 7, 40):
-            assert tokenizer.prompt_ids(text, limit=TokenLimit(8), kept=kept) == tokenizer.encode(text)[-kept:]
+            last = tokenizer.prompt_ids(text, special=False, limit=TokenLimit(8), kept=kept)
+            assert last == tokenizer.encode(text, special=False)[-kept:]
     assert tokenizer.prompt_ids((1, 2, 3), kept=2) == [2, 3]
     chat = Conversation((ChatMessage("user", "the lazy dog " * 300),))
     assert tokenizer.prompt_ids(chat, kept=9) == tokenizer.prompt_ids(chat)[-9:]
+
+
+@pytest.mark.parametrize("form", ["<s> $A", "$A </s>", "<s> <|user|> $A </s>", "$A"])
+def test_what_stands_around_a_prompt_is_not_cut(checkpoint: Path, form: str) -> None:
+    ids = {"<s>": 0, "</s>": 1, "<|user|>": 2}
+    backend = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    special = [token for token in form.split() if token != "$A"]
+    given = [(token, ids[token]) for token in special]
+    backend.post_processor = processors.TemplateProcessing(single=form, special_tokens=given)
+    backend.save(str(checkpoint / "tokenizer.json"))
+    ours, theirs = Tokenizer.load(checkpoint), reference(checkpoint)
+    theirs.truncation_side = "left"
+    for text in ("a fox", "the lazy dog " * 300, "🦊" * 400, ""):
+        for kept in (len(special) + 1, 7, 40):
+            expected = theirs(text, truncation=True, max_length=kept)["input_ids"]
+            assert ours.prompt_ids(text, limit=TokenLimit(8), kept=kept) == expected
+    if special:
+        assert ours.prompt_ids("a fox", kept=1) == [ids[special[0]]]
 
 
 def test_a_text_of_long_tokens_is_read_to_its_end(checkpoint: Path) -> None:
