@@ -114,7 +114,7 @@ BUDGETS = {
     "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_614,
-    "tokenization": 4_130,
+    "tokenization": 4_151,
     "media": 1_763,
     "scheduler": 2_536,
     "engine": 31_945,

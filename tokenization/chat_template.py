@@ -27,6 +27,9 @@ from .template_work import MAX_WORK, TIME_FUNCTION, TemplateLimitExceeded, WorkM
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 _FILES = {DEFAULT: "chat_template.jinja", TOOL_USE: "additional_chat_templates/tool_use.jinja"}
+_PROCESSORS_TEMPLATES = ("processor_config.json", "chat_template.json")
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""The files one of which a checkpoint that sees or hears has."""
 _RESERVED = frozenset({"chat_template", "continue_final_message", "conversation", "self", "tokenize"})
 """Names of variables with another meaning in transformers or jinja2."""
 ENVIRONMENT_FAULTS = (
@@ -237,22 +240,21 @@ def read_template(template: str) -> str:
 
 def find_templates(directory: Path) -> dict[str, str]:
     """The sources of a checkpoint's chat templates by name: "default" and, if conversations with tools have their own,
-    "tool_use". Template files come first, then tokenizer_config.json, then chat_template.json; a GGUF file has them in
-    its metadata, and a tekken.json means one. Raises `InvalidArgument` for a wrong one."""
+    "tool_use". Template files come first, then the processor's, where there is one, then tokenizer_config.json, then
+    chat_template.json; a GGUF file has them in its metadata, a tekken.json means one. Raises `InvalidArgument` for a
+    wrong one."""
     if directory.is_file():
         return _gguf_templates(read_gguf(directory))
-    files = (read_json(directory / name) for name in ("tokenizer_config.json", "chat_template.json"))
-    configured = next(filter(None, (file.get("chat_template") for file in files)), None)
-    sources: dict[str, str] = {}
-    if isinstance(configured, list):
-        try:
-            sources = {str(entry["name"]): str(entry["template"]) for entry in configured}
-        except (TypeError, LookupError) as error:
-            where = directory / "tokenizer_config.json"
-            message = f"{where}: chat_template must be a text, or objects with name and template"
-            raise InvalidArgument(message) from error
-    elif isinstance(configured, str):
-        sources = {DEFAULT: configured}
+    sources = _configured_templates(directory / "tokenizer_config.json")
+    files = [directory / name for name in _PROCESSORS_TEMPLATES]
+    processors = next(filter(None, map(_configured_templates, files)), {})
+    has_processor = any((directory / name).is_file() for name in _PROCESSORS)
+    if processors and has_processor and not (directory / _FILES[DEFAULT]).is_file():
+        # A tokenizer's template may know tools where a processor's knows media: it takes those as their tokens.
+        own = sources.get(TOOL_USE) or sources.get(DEFAULT, "")
+        tool_use = {TOOL_USE: own} if "tools" in own and "tools" not in processors.get(DEFAULT, "") else {}
+        sources = processors | tool_use
+    sources = sources or processors
     for name, file in _FILES.items():
         if (directory / file).is_file():
             try:
@@ -264,6 +266,18 @@ def find_templates(directory: Path) -> dict[str, str]:
         if source := mistral_template(tekken.config.version, tekken.special):
             sources = {DEFAULT: source}
     return {name: sources[name] for name in _FILES if name in sources}
+
+
+def _configured_templates(file: Path) -> dict[str, str]:
+    """The chat templates in a JSON file, by name."""
+    configured = read_json(file).get("chat_template")
+    if isinstance(configured, list):
+        try:
+            return {str(entry["name"]): str(entry["template"]) for entry in configured}
+        except (TypeError, LookupError) as error:
+            message = f"{file}: chat_template must be a text, or objects with name and template"
+            raise InvalidArgument(message) from error
+    return {DEFAULT: configured} if configured and isinstance(configured, str) else {}
 
 
 def _gguf_templates(file: GgufFile) -> dict[str, str]:

@@ -34,6 +34,30 @@ def test_of_several_templates_the_default_and_the_one_for_tools_are_taken(tmp_pa
     assert find_templates(tmp_path / "nowhere") == {}
 
 
+@pytest.mark.parametrize("file", ["processor_config.json", "chat_template.json"])
+@pytest.mark.parametrize("processor", ["processor_config.json", "preprocessor_config.json"])
+def test_a_processors_template_wins_over_the_tokenizers(tmp_path: Path, file: str, processor: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of a text"}')
+    assert find_templates(tmp_path) == {"default": "of the tokenizer"}
+    (tmp_path / processor).write_text("{}")
+    (tmp_path / file).write_text('{"chat_template": "of the processor"}')
+    assert find_templates(tmp_path) == {"default": "of the processor"}
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "with tools"}')
+    assert find_templates(tmp_path) == {"default": "of the processor", "tool_use": "with tools"}
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert find_templates(tmp_path) == {"default": "from the file"}
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / file).write_text('{"chat_template": "of the processor, tools too"}')
+    assert find_templates(tmp_path) == {"default": "of the processor, tools too"}
+
+
+def test_a_tokenizers_template_serves_a_processor_without(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    assert find_templates(tmp_path) == {"default": "of the tokenizer"}
+
+
 def test_what_templates_of_the_field_lean_on() -> None:
     assert render("{{ bos_token }}{{ messages[0].content }}", bos_token="<s>") == "<s><héllo>"
     assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "<héllo>"}]'
