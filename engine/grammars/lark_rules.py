@@ -10,15 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
-
 from ...core.errors import InvalidArgument
 from ...core.request import GuidedDecoding
+from .gbnf import read_gbnf
+from .lexemes import write_rules
 
 MAX_WHITESPACE = 8
 """Consecutive white space that JSON may have between its parts: models went on with it for ever."""
 
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -82,6 +83,14 @@ class LarkRules:
         self._others.append(bound_embedded(grammar, self._strict))
         return f"@g{len(self._others)}"
 
+    def grammar(self, text: str, followed: bool = False) -> str:
+        """A grammar in Lark or GBNF. `followed`: whether any text may come after it."""
+        if _LARK.search(text):
+            return self.lark(text)
+        name, lines = write_rules(read_gbnf(text), f"g{len(self._lines)}_", followed)
+        self._lines += lines
+        return name
+
     def finish(self, start: str) -> str:
         """The library's grammar for the texts of rule `start`."""
         main = "\n".join((f"start: {start}", *self._lines))
@@ -109,14 +118,14 @@ def write_grammar(constraint: GuidedDecoding, special: Mapping[str, int] = {}) -
             case "lark":
                 content = rules.lark(text)
             case "ebnf_grammar":
-                content = rules.lark(any_to_lark(text))
+                content = rules.grammar(text)
             case "structural_tag":
                 content = structural_tag(rules, _parsed(text))
     except InvalidArgument as error:
         raise InvalidArgument(f"{parameter}: {error.message}", field=parameter) from None
     except RecursionError:
         raise InvalidArgument(f"{parameter}: it is nested too deeply", field=parameter) from None
-    except Exception as error:  # the converter of GBNF raises its own kinds, and some by accident
+    except Exception as error:  # parts of a wrong text have any type
         raise InvalidArgument(f"{parameter}: {error}", field=parameter) from error
     before = (rules.text_until(after) if after else "", rules.text(opening) if opening else "")
     return rules.finish(" ".join(filter(None, (*before, content))))
@@ -207,7 +216,7 @@ def _part(rules: LarkRules, part: Any, depth: int) -> str:
         case "regex":
             return rules.regex(_get(part, "pattern", str))
         case "grammar":
-            return rules.lark(any_to_lark(_get(part, "grammar", str)))
+            return rules.grammar(_get(part, "grammar", str), followed=True)
         case "sequence":
             return rules.rule(" ".join(_part(rules, element, depth - 1) for element in _some(part, "elements")))
         case "or":
