@@ -35,11 +35,13 @@ class Arrival:
     """A sequence whose prefix is to come. `settled`: all has come that will, and the sequence is in the queue."""
 
     def __init__(self, new: NewRequest, fetch: PrefixFetch, waits_until: float) -> None:
-        """`waits_until`: how long it waits for others' fetches to end."""
+        """`waits_until`: how long it waits for others' fetches to end, and for room."""
         self.new = new
         self.fetch = fetch
         self.waits_until = waits_until
         self.prefix: ArrivingPrefix | None = None
+        self.room: int | None = None
+        """The blocks that there were when they were too few for it."""
         self.began = 0.0
         self.placed = 0
         """The span before which all have come."""
@@ -81,7 +83,6 @@ class ArrivingTransfers:
         self._arrivals: dict[int, Arrival] = {}
         self._line: deque[Arrival] = deque()
         self._fetching = Counter[str]()  # by tenant
-        self._no_room: tuple[Arrival, int] | None = None  # for whom, and how many blocks there were then
         self._ready: dict[int, NewRequest | RequestRejected] = {}
         self.received_prefixes = self.received_bytes = self.received_tokens = 0
         self.seconds = 0.0
@@ -108,63 +109,76 @@ class ArrivingTransfers:
                 return
         patience = self._config.limits.timeout_seconds
         if self._config.kv_load_failure_policy == "recompute":
-            patience = max(self._scheduler.step_times.prompt_seconds(len(new.spec.prompt), 0), _LEAST_PATIENCE)
+            computing = self._scheduler.step_times.prompt_seconds(len(new.spec.prompt), 0)
+            patience = min(max(computing, _LEAST_PATIENCE), patience)
         fetch = PrefixFetch(self._config, self._fingerprint, remote, self._names)
         arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, time.monotonic() + patience)
         self._line.append(arrival)
         self._count_waits()
 
     def begin_fetches(self) -> None:
-        """Begin those for which there is room, the oldest first."""
-        while (arrival := self._next_in_line()) is not None:
-            spec = arrival.new.spec
-            may_wait = self._fetching.total() > 0 or self._scheduler.has_work
-            room = self._cache.admissible_blocks - self._scheduler.spare_blocks
-            if may_wait and self._no_room is not None and arrival is self._no_room[0] and room <= self._no_room[1]:
-                if self._refuse_late(arrival):
-                    continue
-                return
-            blocks = (len(spec.prompt) - 1) // self._cache.block_size
-            prefix = ArrivingPrefix(self._cache, list(spec.hashes)[:blocks])
-            if prefix.first < blocks and not prefix.reserve(self._scheduler.spare_blocks):
-                prefix.close()
-                self._no_room = arrival, room
-                if may_wait:
-                    return
-                if self._make_room():
-                    continue
-                prefix = ArrivingPrefix(self._cache, ())  # there will be no more room: the prefix is computed
-            self._line.remove(arrival)
-            self._no_room = None
-            arrival.prefix = prefix
-            arrival.began = time.monotonic()
-            self._fetching[spec.tenant] += 1
-            sink = _Sink(self, arrival, prefix)
-            threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
-            if prefix.first == len(prefix.hashes):
-                self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
-
-    def _refuse_late(self, arrival: Arrival) -> bool:
-        """Refuse one that has waited for room long enough. What may be computed waits on: that takes as much room."""
-        late = self._config.kv_load_failure_policy == "fail" and arrival.waits_until <= time.monotonic()
-        if late:
-            self._line.remove(arrival)
-            self._no_room = None
-            self._fail(arrival, TransferError("late", "the cache has no room for it"))
-        return late
-
-    def _next_in_line(self) -> Arrival | None:
-        """The oldest that may begin. Who has waited for others' fetches long enough leaves the line."""
-        now = time.monotonic()
+        """Begin those for which there is room, the oldest first. Who has waited for others' fetches, or for room, long
+        enough leaves the line."""
+        now, room = time.monotonic(), self._room if self._line else 0
         for arrival in [*self._line]:
             if arrival.fetch.cancelled:
                 self._line.remove(arrival)
-            elif self._may_fetch(arrival.new.spec.tenant):
-                return arrival
-            elif arrival.waits_until <= now:
+                continue
+            is_late = arrival.waits_until <= now
+            may_fetch = self._may_fetch(arrival.new.spec.tenant)
+            prefix = self._prefix_for(arrival, room, is_late) if may_fetch else None
+            if prefix is not None:
                 self._line.remove(arrival)
-                self._fail(arrival, TransferError("late", "others' fetches take all that there may be at a time"))
+                self._begin(arrival, prefix)
+                room = self._room
+            elif is_late:
+                self._line.remove(arrival)
+                lacks = (
+                    "the cache has no room for it" if may_fetch else "others' fetches take all that may be at a time"
+                )
+                self._fail(arrival, TransferError("late", lacks))
+
+    def _prefix_for(self, arrival: Arrival, room: int, is_late: bool) -> ArrivingPrefix | None:
+        """Places for what is to come. None: there is no room now. For one that may be computed, and has waited long
+        enough or for no other, it is empty."""
+        may_wait = self._fetching.total() > 0 or self._scheduler.has_work
+        computes = self._config.kv_load_failure_policy == "recompute"
+        if not may_wait or arrival.room is None or room > arrival.room:
+            hashes = list(arrival.new.spec.hashes)[: (len(arrival.new.spec.prompt) - 1) // self._cache.block_size]
+            while True:
+                prefix = ArrivingPrefix(self._cache, hashes)
+                if prefix.first == len(hashes) or prefix.reserve(self._scheduler.spare_blocks):
+                    return prefix
+                prefix.close()
+                if may_wait or not self._make_room():
+                    break
+            arrival.room = room
+        if may_wait and is_late and computes:
+            self._count_failure(TransferError("late", "the cache has no room for it"))
+        if not may_wait or (is_late and computes):
+            return ArrivingPrefix(self._cache, ())
         return None
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may be held for sequences that do not run yet."""
+        return self._cache.admissible_blocks - self._scheduler.spare_blocks
+
+    def _begin(self, arrival: Arrival, prefix: ArrivingPrefix) -> None:
+        arrival.prefix = prefix
+        arrival.began = time.monotonic()
+        self._fetching[arrival.new.spec.tenant] += 1
+        sink = _Sink(self, arrival, prefix)
+        threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
+        if prefix.first == len(prefix.hashes):
+            self._leave_room(arrival)
+            self._settle(arrival)  # the peer is told that it may give the prefix up, and nobody waits for that
+
+    def _leave_room(self, arrival: Arrival) -> None:
+        """Hold nothing for a sequence in the queue that running ones were promised: it stays cached as any other."""
+        if self._room < 0 and arrival.prefix is not None:
+            arrival.prefix.close()
+            arrival.prefix = None
 
     def _may_fetch(self, tenant: str) -> bool:
         """Requests name the peers: no tenant takes all fetches with some that do not answer."""
@@ -272,14 +286,18 @@ class ArrivingTransfers:
             self._publish(arrival, arrival.prefix, arrival.placed)
             self.received_prefixes += 1
         arrival.prefix.end()
+        self._leave_room(arrival)
         if error is None:
             self._settle(arrival)
         else:
             self._fail(arrival, error)
 
-    def _fail(self, arrival: Arrival, error: TransferError) -> None:
+    def _count_failure(self, error: TransferError) -> None:
         self.failed += 1
         log.warning("kv transfer: %s; what did not come is %s: %s", error.reason, self._becomes, error)
+
+    def _fail(self, arrival: Arrival, error: TransferError) -> None:
+        self._count_failure(error)
         self._settle(arrival, error)
 
     def _settle(self, arrival: Arrival, error: TransferError | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -73,8 +73,11 @@ class Server:
         host: int = 0,
         snapshots: int = 8,
         max_model_len: int = 128,
+        admission: Literal["optimistic", "no_evict"] = "optimistic",
     ) -> None:
-        rules = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=max_model_len)
+        rules = SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=64, max_model_len=max_model_len, admission=admission
+        )
         capacity = Capacity(1000, 128, 1, 1 << 20, state_bytes=state_bytes, groups=groups)
         snapshots = snapshots if state_bytes else 0
         in_flight = groups._replace(in_flight=rules.tokens_in_flight)
@@ -146,6 +149,18 @@ class Server:
 
     def ask(self, question: Callable[[], Any]) -> Any:
         return self.core.inbox.call(question).result(10)
+
+
+def slow(decoder: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps take a while until this is set."""
+    pause, execute = threading.Event(), decoder.executor.execute
+
+    def execute_late(*step: Any) -> Any:
+        pause.wait(0.05)
+        return execute(*step)
+
+    monkeypatch.setattr(decoder.executor, "execute", execute_late)
+    return pause
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -626,13 +641,7 @@ def test_who_may_not_compute_waits_for_room_no_longer_than_for_a_peer(
     config = transfer_config(policy=policy, timeout_seconds=0.2)
     with servers(transfer_config(), config, blocks=20) as (prefiller, decoder):
         prefill(prefiller)
-        pause, execute = threading.Event(), decoder.executor.execute
-
-        def execute_late(*step: Any) -> Any:
-            pause.wait(0.05)
-            return execute(*step)
-
-        monkeypatch.setattr(decoder.executor, "execute", execute_late)
+        pause = slow(decoder, monkeypatch)
         decoder.add(1, new=40, prompt=[*range(200, 237)])  # it keeps the blocks that the other lacks
         until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
         decoder.add(2, remote=RemotePrefix(*prefiller.address, "handle"))
@@ -646,6 +655,49 @@ def test_who_may_not_compute_waits_for_room_no_longer_than_for_a_peer(
         if policy == "recompute":
             until(lambda: 2 in decoder.finished())
             assert decoder.refused() == []
+
+
+def test_one_that_fits_passes_one_that_waits_for_room_and_that_one_is_computed_in_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transfer_config(transports=["tcp"], timeout_seconds=1)
+    with servers(config, config, blocks=32) as (prefiller, decoder):
+        small = [*range(300, 309)]
+        prefill(prefiller)
+        prefill(prefiller, "small", small)
+        pause = slow(decoder, monkeypatch)
+        decoder.add(1, new=40, prompt=[*range(200, 285)])  # it keeps the blocks that the second lacks
+        until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
+        decoder.add(2, remote=RemotePrefix(*prefiller.address, "handle"))
+        decoder.add(3, 2, small, remote=RemotePrefix(*prefiller.address, "small"))
+        until(lambda: 3 in decoder.finished())
+        assert decoder.cached(3) == 8
+        until(lambda: decoder.ask(lambda: decoder.scheduler.waiting) == 1)
+        assert "late; what did not come is computed: the cache has no room for it" in caplog.text
+        until(lambda: prefiller.ask(lambda: prefiller.transfers.held_blocks) == 0)  # it was told
+        pause.set()
+        until(lambda: 2 in decoder.finished())
+        assert decoder.tokens(2) == RIGHT
+
+
+def test_what_running_sequences_were_promised_is_not_held_for_one_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it is cached whole already."""
+    with servers(transfer_config(), blocks=26, admission="no_evict") as (decoder,):
+        decoder.add(9, 1)
+        until(lambda: 9 in decoder.finished())
+        pause = slow(decoder, monkeypatch)
+        decoder.add(1, new=60, prompt=[*range(200, 237)])
+        until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
+        decoder.add(2, remote=RemotePrefix("127.0.0.1", 1, "handle"))
+        until(lambda: decoder.ask(lambda: decoder.scheduler.waiting) == 1)
+        decoder.ask(decoder.scheduler.check_integrity)
+        pause.set()
+        until(lambda: {1, 2} <= decoder.finished().keys())
+        assert decoder.tokens(1) == [*range(237, 297)]
+        assert decoder.tokens(2) == RIGHT
+        assert decoder.scheduler.totals.preemptions == 0
 
 
 def test_an_answer_that_is_not_waited_for_changes_nothing() -> None:
