@@ -4,7 +4,7 @@ Knows nothing of how a model is told of tools, nor how it writes calls.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import msgspec
@@ -16,8 +16,8 @@ from .custom_tools import custom_description, custom_parameters
 from .json_body import convert_fields, field_error, shortened
 from .known_fields import Shape, shape_of
 
-MAX_TOOLS = 128
-"""Tools that a request may name."""
+MAX_TOOLS = 1024
+"""Tools that a request may name: agents with several MCP servers have hundreds."""
 
 _MAX_PARAMETERS_BYTES = 1 << 16
 _MAX_PARAMETERS_DEPTH = 64
@@ -169,7 +169,7 @@ def parse_tool_use(
         return msgspec.structs.replace(use, choice=choice)
     if isinstance(choice, dict) and (kind := choice.get("type", "function")) in ("function", "custom"):
         name = _tool_name(choice, "tool_choice")
-        _check_known(use, name, f"tool_choice.{kind}.name")
+        _check_known({tool.name for tool in use.tools}, name, f"tool_choice.{kind}.name")
         return msgspec.structs.replace(use, choice="required", named=name)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _allowed_use(use, choice)
@@ -183,17 +183,18 @@ def _allowed_use(use: ToolUse, choice: Mapping[str, Any]) -> ToolUse:
     allowed = convert_fields(_member(choice, "allowed_tools", "tool_choice"), _AllowedTools, where)
     if not allowed.tools:
         raise field_error(f"{where}.tools", "must not be empty")
+    known = {tool.name for tool in use.tools}
     names = set()
     for index, members in enumerate(allowed.tools):
         name = _tool_name(members, f"{where}.tools[{index}]")
-        _check_known(use, name, f"{where}.tools[{index}].function.name")
+        _check_known(known, name, f"{where}.tools[{index}].function.name")
         names.add(name)
     tools = tuple(tool for tool in use.tools if tool.name in names)
     return msgspec.structs.replace(use, tools=tools, choice=allowed.mode)
 
 
-def _check_known(use: ToolUse, name: str, field: str) -> None:
-    if all(tool.name != name for tool in use.tools):
+def _check_known(known: Set[str], name: str, field: str) -> None:
+    if name not in known:
         raise field_error(field, f": there is no tool {shortened(name)}")
 
 

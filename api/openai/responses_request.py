@@ -3,6 +3,7 @@
 What a chat has under another name or in another form is translated here, and so are the fields that errors name.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -65,6 +66,7 @@ class IgnoredOfResponses(IgnoredFields, frozen=True, kw_only=True):
 
 IGNORED = frozenset(IgnoredOfResponses.__struct_fields__)
 
+_CUSTOM_TOOL = re.compile(r"tools\[(\d+)\]\.custom")
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
 
@@ -173,11 +175,8 @@ def parse_responses(body: Mapping[str, Any], request_id: str) -> ParsedResponses
 def _translated(warnings: Sequence[str], tools: ToolList) -> Iterator[str]:
     """Warnings of the chat in the words of the body."""
     for warning in warnings:
-        for index, origin in enumerate(tools.origins):
-            if warning.startswith(f"tools[{index}].custom"):
-                warning = warning.replace(f"tools[{index}].custom", origin, 1)
-                break
-        yield warning
+        place = _CUSTOM_TOOL.match(warning)
+        yield warning if place is None else tools.origins[int(place[1])] + warning[place.end() :]
 
 
 def _renamed(request: GenerateRequest, request_id: str) -> GenerateRequest:

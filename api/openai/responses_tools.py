@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .chat_tools import MAX_TOOLS
 from .json_body import field_error, shortened
 from .known_fields import Shape, ShapeByType
 from .responses_input import LOCAL_SHELL, JsonObject, model_name
 from .responses_output import CalledTool
-
-_MAX_LISTED_TOOLS = 1024
-"""Tools of all types; of functions there may be fewer."""
 
 _CALLED_TYPES = ("function", "custom", "local_shell")
 """Types of tools that a client runs."""
@@ -55,9 +53,11 @@ class ToolList:
         """The tools as the answer repeats them."""
         self.called: dict[str, CalledTool] = {}
         """By the model's names of tools that are no functions, or are in a namespace, how their calls are shown."""
+        self._namespaces: dict[str, list[str]] = {}
+        """By the names of namespaces, the model's names of their tools."""
         self._skipped: dict[str, str] = {}
-        if len(tools) > _MAX_LISTED_TOOLS:
-            raise field_error("tools", f": {len(tools)} are more than the {_MAX_LISTED_TOOLS} there may be")
+        if len(tools) > MAX_TOOLS:
+            raise field_error("tools", f": {len(tools)} are more than the {MAX_TOOLS} there may be")
         for index, tool in enumerate(tools):
             self._add(tool, f"tools[{index}]")
         self.choice = self._read_choice(choice)
@@ -108,6 +108,8 @@ class ToolList:
             members["name"] = model_name(namespace, name)
             call = CalledTool("custom_tool_call" if kind == "custom" else "function_call", name, namespace)
             self.called[members["name"]] = call
+            if namespace:
+                self._namespaces.setdefault(namespace, []).append(members["name"])
         self.tools.append({"type": kind, kind: members})
         self.origins.append(where)
 
@@ -141,22 +143,27 @@ class ToolList:
         if kind == "allowed_tools":
             allowed: Any = choice.get("tools")
             entries = [tool for tool in (allowed if isinstance(allowed, list) else []) if isinstance(tool, dict)]
-            names = [name for tool in entries for name in self._allowed_names(tool)]
-            return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": names}}
+            return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": self._allowed_names(entries)}}
         if kind in _CALLED_TYPES:
             return _tool_name(choice)
         problem = f"must be {', '.join(_CALLED_TYPES)} or allowed_tools, got {shortened(kind)}"
         raise field_error("tool_choice.type", problem)
 
-    def _allowed_names(self, tool: JsonObject) -> list[JsonObject]:
-        """A chat's ways to name the tools that an entry of `allowed_tools` allows."""
-        if tool.get("type") in _CALLED_TYPES:
-            return [_tool_name({key: tool[key] for key in ("type", "name", "namespace") if key in tool})]
-        if tool.get("type") != "namespace":
-            return []
-        named: Any = tool.get("name")
-        names = [name for name, called in self.called.items() if called.namespace == named]
-        return [{"type": "function", "function": {"name": name}} for name in names or [named]]
+    def _allowed_names(self, entries: Sequence[JsonObject]) -> list[JsonObject]:
+        """A chat's ways to name the tools that the entries of `allowed_tools` allow."""
+        names: list[JsonObject] = []
+        seen: set[str] = set()
+        for tool in entries:
+            kind: Any = tool.get("type")
+            name: Any = tool.get("name")
+            if kind in _CALLED_TYPES:
+                names.append(_tool_name({key: tool[key] for key in ("type", "name", "namespace") if key in tool}))
+            elif kind == "namespace" and not (isinstance(name, str) and name in self._namespaces):
+                names.append({"type": "function", "function": {"name": name}})
+            elif kind == "namespace" and name not in seen:
+                seen.add(name)
+                names += [{"type": "function", "function": {"name": called}} for called in self._namespaces[name]]
+        return names
 
 
 def _tool_name(named: JsonObject) -> JsonObject:

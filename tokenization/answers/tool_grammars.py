@@ -11,7 +11,7 @@ from .grammar_parts import NO_MEMBERS, Part, any_text, const, either, json_value
 from .marked_answer import ToolFormat
 
 _MOST_CHARACTERS = 1 << 18
-"""The most characters of all parameters together, which the engine's grammars limit."""
+"""The most characters of a constraint, and of the parameters in it, which the engine's grammars limit."""
 
 
 def tool_constraint(form: ToolFormat, use: ToolUse, user: GuidedDecoding | None = None) -> GuidedDecoding | None:
@@ -41,7 +41,14 @@ def _constraint(form: ToolFormat, part: Part, parameter: str, strict: bool) -> G
     if form.layout.next:
         part = sequence([const(form.layout.next), part])
     text = json.dumps({"format": part}, ensure_ascii=False, separators=(",", ":"))
+    if len(text) > _MOST_CHARACTERS:
+        field = "tools" if parameter in ("tool_choice", "strict") else parameter
+        raise _too_long(field, f"what holds the answer to calls of tools has {len(text)}")
     return GuidedDecoding("structural_tag", text, parameter, strict=strict)
+
+
+def _too_long(field: str, what: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {what} characters, more than the {_MOST_CHARACTERS} there may be", field=field)
 
 
 def _calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
@@ -51,12 +58,9 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], parallel: bool) -> Part:
 
 def _call_parts(form: ToolFormat, tools: Sequence[Tool], strict_only: bool = False) -> list[Part]:
     """The grammar of a call of each tool. With `strict_only`, the arguments of other tools are any object."""
-    size = sum(len(tool.parameters) for tool in tools)
+    size = sum(len(tool.parameters) for tool in tools if tool.strict or not strict_only)
     if size > _MOST_CHARACTERS:
-        message = (
-            f"tools: their parameters have {size} characters; to hold calls to them they may have {_MOST_CHARACTERS}"
-        )
-        raise InvalidArgument(message, field="tools")
+        raise _too_long("tools", f"the parameters that calls are to be held to have {size}")
     parts = []
     for tool in tools:
         try:

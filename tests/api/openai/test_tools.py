@@ -313,8 +313,8 @@ def named(count: int) -> dict[str, Any]:
         (tool(parameters=deep(62)), None),
         (tool(parameters={"enum": ["x" * 65_000]}), None),
         (tool(parameters={"enum": ["x" * 65_600]}), "tools[1].function.parameters"),
-        (named(128), None),
-        (named(129), "tools"),
+        (named(1024), None),
+        (named(1025), "tools"),
     ],
 )
 async def test_many_and_long_tools(gateway: Any, fields: dict[str, Any], param: str | None) -> None:

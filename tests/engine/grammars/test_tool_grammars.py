@@ -74,6 +74,26 @@ def test_required_calls_are_calls_of_declared_tools_with_arguments_of_their_sche
             assert not accepts(constraint, wrong_type(text)), text
 
 
+def test_tools_that_are_not_strict_count_little_beside_those_that_are() -> None:
+    parameters = json.dumps({"type": "object", "description": "x" * 1000, "properties": {"x": {"type": "integer"}}})
+    tools = tuple(Tool(f"t{number}", "", parameters, strict=number == 0) for number in range(300))
+    constraint = tool_constraint(HERMES, ToolUse(tools))
+    assert constraint is not None
+    assert len(constraint.text) < 100_000
+    for use in (
+        ToolUse(tools, "required"),
+        ToolUse(tuple(msgspec.structs.replace(tool, strict=True) for tool in tools)),
+    ):
+        with pytest.raises(
+            InvalidArgument, match=r"tools: the parameters .* have \d+ characters, more than the 262144"
+        ):
+            tool_constraint(HERMES, use)
+    short = tuple(Tool(f"{number:0100}", "", "{}", strict=True) for number in range(1024))
+    with pytest.raises(InvalidArgument, match="tools: what holds the answer to calls of tools has") as refused:
+        tool_constraint(HERMES, ToolUse(short))
+    assert refused.value.field == "tools"
+
+
 def test_calls_of_strict_tools_are_held_to_their_schemas_wherever_they_come_in_text(recorded: Any) -> None:
     tools = tuple(msgspec.structs.replace(tool, strict=True) for tool in recorded.USE.tools)
     for answer in recorded.WELL_FORMED:
