@@ -172,14 +172,15 @@ class InputMessages:
         role = members.get("role")
         if role not in _ROLES:
             raise field_error(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-        if role == "user":
-            self._add(where, {"role": "user", "content": self._content(members.get("content"), f"{where}.content")})
-            return
-        text = self._text(members.get("content"), f"{where}.content")
-        if role in ("system", "developer"):
-            self.add_instructions(text, where)
+        content = self._content(members.get("content"), f"{where}.content")
+        if role == "assistant":
+            self._turn(where, new_after=("content", "tool_calls"))["content"] = content
+            if not isinstance(content, str):  # a medium that is refused is named by its place
+                self.origins[-1] = where
+        elif role != "user" and isinstance(content, str):
+            self.add_instructions(content, where)
         else:
-            self._turn(where, new_after=("content", "tool_calls"))["content"] = text
+            self._add(where, {"role": "user" if role == "user" else "system", "content": content})
 
     def _add_call(self, members: Mapping[str, Any], where: str) -> None:
         call_id, arguments = (_string(members, key, where) for key in ("call_id", "arguments"))

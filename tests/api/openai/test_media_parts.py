@@ -219,6 +219,37 @@ async def test_inputs_of_responses(client: httpx.AsyncClient, gateway: Any) -> N
     )
 
 
+async def test_images_of_responses_are_seen_whoever_says_them(client: httpx.AsyncClient, gateway: Any) -> None:
+    picture = {"type": "input_image", "image_url": URL}
+    given = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "system", "content": [{"type": "input_text", "text": "so it looks"}, picture]},
+        {"role": "user", "content": "which?"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [picture]},
+        {"role": "user", "content": "more"},
+        {"role": "developer", "content": [picture]},
+    ]
+    answer = await ask(client, RESPONSES, given)
+    assert answer.status_code == 200
+    assert "x-charonia-warning" not in answer.headers
+    assert [(said.role, said.content, len(said.media)) for said in gateway.asked[-1].prompt.messages] == [
+        ("system", "be brief", 0),
+        ("system", "so it looks", 1),
+        ("user", "which?", 0),
+        ("assistant", "", 1),
+        ("user", "more", 0),
+        ("system", "", 1),
+    ]
+    blind = await ask(client, RESPONSES, given, model="llm")
+    assert "input[1].content[1]: this model takes none" in blind.headers["x-charonia-warning"]
+    for index in (1, 4, 6):
+        wrong = [*given]
+        wrong[index] = wrong[index] | {"content": [{"type": "input_image", "image_url": 5}]}
+        refused = (await ask(client, RESPONSES, wrong)).json()["error"]
+        assert refused["param"] == f"input[{index}].content[0].image_url"
+
+
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 
 
