@@ -104,7 +104,8 @@ class BeamSearch:
             given = [GivenPrompt(tuple(beam.tokens)) for beams in self._beams for beam in beams]
             if not given:
                 break
-            answers = iter(await generator.answer_all(list(asked_prompts(given, sampling, adapter)), None))
+            asked = [prompt.with_adapter(adapter) for prompt in asked_prompts(given, sampling)]
+            answers = iter(await generator.answer_all(asked, None))
             self._beams = [self._widened(number, beams, answers) for number, beams in enumerate(self._beams)]
             if on_step is not None:
                 on_step()

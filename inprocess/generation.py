@@ -49,7 +49,9 @@ class Generator:
                 on_answer()
             return output
 
-        return await _together(map(answer, prompts))
+        order = sorted(range(len(prompts)), key=lambda place: prompts[place].given.priority)
+        answers = dict(zip(order, await _together(answer(prompts[place]) for place in order), strict=True))
+        return [answers[place] for place in range(len(prompts))]
 
     async def _answer_when_admitted(self, prompt: AskedPrompt) -> RequestOutput:
         pause = _FIRST_RETRY

@@ -4,8 +4,8 @@ See https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.
 """
 
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self, TypeAlias, TypeVar
@@ -14,9 +14,11 @@ from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ModelHandle
 from ..core.request import TokenizeRequest
 from ..repository.gateway import InProcessGateway
+from .adapters import ProgramAdapters
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .generation import Generator
 from .loop_thread import BridgedStream
+from .output_stream import OutputStream
 from .outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -37,8 +39,15 @@ Progress: TypeAlias = bool | Callable[..., Any]
 """Whether there is a bar, or the class of one, such as tqdm's."""
 PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
 
+_UNSERVED = {
+    "pooling_params": "pooling_task says what is wanted",
+    "lora_request": "encoders have no adapters",
+    "truncate_prompt_tokens": "texts are cut to the model's length",
+    "tokenization_kwargs": "texts are cut to the model's length",
+}
+"""Arguments of vLLM's that encoders are not served with."""
 _WAITING_PROMPTS = 256
-"""Prompts in the engine's hands beyond those that it runs."""
+"""Sequences in the engine's hands beyond those that it runs."""
 _USUAL_ROWS = 256
 
 
@@ -60,34 +69,48 @@ class LLM:
         rows = self.server.options.engine.max_num_seqs or _USUAL_ROWS
         self._source = os.fspath(model)
         self._pooler = Pooler(self._ask)
-        self._generator = Generator(self.server.running.gateway, self.model_name, rows + _WAITING_PROMPTS)
+        gateway = self.server.running.gateway
+        self._adapters = ProgramAdapters(gateway, self.model_name)
+        self._generator = Generator(gateway, self.model_name, rows + _WAITING_PROMPTS)
 
     def generate(
-        self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: Progress = False, lora_request: Any = None
+        self,
+        prompts: Any,
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: Progress = False,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to prompts, in their order.
 
         `prompts`: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
-        `lora_request`: an adapter's name, or an object with `lora_name` and `lora_path`, which is loaded if need be.
+        `lora_request`: an adapter's name, or an object with `lora_name`, `lora_path` and maybe `lora_int_id`, which is
+        loaded if need be. `priority`: the class of each prompt, 0 the most urgent.
 
         Raises:
             CharoniaError: a prompt is refused or fails; the others are cancelled.
         """
-        asked = list(asked_prompts(given_prompts(prompts), sampling_params, self._adapter(lora_request)))
+        asked = list(asked_prompts(given_prompts(prompts, priority), sampling_params))
         return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
 
     async def async_generate(
-        self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: Progress = False, lora_request: Any = None
+        self,
+        prompts: Any,
+        sampling_params: Sampling = None,
+        *,
+        use_tqdm: Progress = False,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`."""
-        asked = list(asked_prompts(given_prompts(prompts), sampling_params, self._adapter(lora_request)))
+        asked = list(asked_prompts(given_prompts(prompts, priority), sampling_params))
         return await self._run_from_loop(lambda: self._answer(asked, use_tqdm, lora_request))
 
     def chat(
         self,
         messages: Any,
         sampling_params: Sampling = None,
-        *,
         use_tqdm: Progress = False,
         lora_request: Any = None,
         **template: Any,
@@ -95,32 +118,34 @@ class LLM:
         """The answers to conversations, each a list of messages as OpenAI has them, rendered by the chat template.
         `template`: `tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt` and
         `continue_final_message`. Raises as `generate`."""
-        asked = self._asked_chats(messages, sampling_params, lora_request, template)
+        asked = self._asked_chats(messages, sampling_params, template)
         return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
 
     async def async_chat(
         self,
         messages: Any,
         sampling_params: Sampling = None,
-        *,
         use_tqdm: Progress = False,
         lora_request: Any = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """As `chat`."""
-        asked = self._asked_chats(messages, sampling_params, lora_request, template)
+        asked = self._asked_chats(messages, sampling_params, template)
         return await self._run_from_loop(lambda: self._answer(asked, use_tqdm, lora_request))
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> "OutputStream":
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, **template: Any) -> OutputStream:
         """The answer to one prompt, or to one conversation, as it grows: each item has the text and the tokens that are
-        new. A thread iterates over it, or a task of any event loop. Raises as `chat`; an adapter is loaded already."""
-        adapter = self._adapter(template.pop("lora_request", None))
+        new. A thread iterates over it, or a task of any event loop. Raises as `chat`."""
+        lora_request = template.pop("lora_request", None)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, dict) for item in prompt)
         given = given_conversations(prompt, **template) if is_chat else given_prompts(prompt)
-        asked = list(asked_prompts(given, sampling_params, adapter))
+        asked = list(asked_prompts(given, sampling_params))
         if len(asked) != 1:
             raise InvalidArgument(f"a stream answers one prompt, got {len(asked)}", field="prompt")
-        return OutputStream(self, BridgedStream(self.server.running.thread, partial(self._generator.stream, asked[0])))
+        stream = BridgedStream(
+            self.server.running.thread, partial(_stream, self._generator, self._adapters, asked[0], lora_request)
+        )
+        return OutputStream(self, stream)
 
     def beam_search(
         self,
@@ -152,12 +177,17 @@ class LLM:
         at_once = _prompts_at_once(concurrency_limit, given)
         return await self._run_from_loop(lambda: self._search(given, params, lora_request, use_tqdm, at_once))
 
-    def embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts, or of lists of token ids, by an encoder. Raises `InvalidArgument` for another model."""
+    def embed(self, prompts: Any, *, use_tqdm: Progress = False, **unserved: Any) -> list[EmbeddingRequestOutput]:
+        """The vectors of texts, or of lists of token ids, by an encoder; there is no bar. Raises `InvalidArgument` for
+        another model, and `Unsupported` for vLLM's other arguments."""
+        _refuse(unserved)
         return self._run(lambda: self._pooler.embed(prompts))
 
-    async def async_embed(self, prompts: Any) -> list[EmbeddingRequestOutput]:
+    async def async_embed(
+        self, prompts: Any, *, use_tqdm: Progress = False, **unserved: Any
+    ) -> list[EmbeddingRequestOutput]:
         """As `embed`."""
+        _refuse(unserved)
         return await self._run_from_loop(lambda: self._pooler.embed(prompts))
 
     def encode(
@@ -167,32 +197,32 @@ class LLM:
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: Progress = False,
-        lora_request: Any = None,
-        truncate_prompt_tokens: int | None = None,
-        tokenization_kwargs: Any = None,
+        **unserved: Any,
     ) -> list[PoolingRequestOutput]:
         """What an encoder makes of texts, or of lists of token ids, as it is: a vector, the probabilities of classes,
-        or a row for each token. Without a task, the first of these that the model does. Raises `InvalidArgument` for
-        another model, and for a task that this one does not do; `Unsupported` for vLLM's other arguments."""
-        _refuse("pooling_task says what is wanted", pooling_params=pooling_params)
-        _refuse("encoders have no adapters", lora_request=lora_request)
-        cut = "texts are cut to the model's length"
-        _refuse(cut, truncate_prompt_tokens=truncate_prompt_tokens, tokenization_kwargs=tokenization_kwargs)
+        or a row for each token. Without a task, the first of these that the model does. Raises as `embed`, and
+        `InvalidArgument` for a task that this model does not do."""
+        _refuse({"pooling_params": pooling_params, **unserved})
         return self._run(lambda: self._pooler.encode(prompts, pooling_task))
 
-    def reward(self, prompts: Any, *, use_tqdm: Progress = False) -> list[PoolingRequestOutput]:
+    def reward(self, prompts: Any, *, use_tqdm: Progress = False, **unserved: Any) -> list[PoolingRequestOutput]:
         """What `encode` gives for `token_classify`: a score of each token, as models of rewards have them."""
-        return self.encode(prompts, pooling_task="token_classify")
+        return self.encode(prompts, pooling_task="token_classify", **unserved)
 
-    def classify(self, prompts: Any) -> list[ClassificationRequestOutput]:
-        """The classes of texts, or of lists of token ids if the model takes them. Raises `InvalidArgument` for one that
-        makes none."""
+    def classify(
+        self, prompts: Any, *, use_tqdm: Progress = False, **unserved: Any
+    ) -> list[ClassificationRequestOutput]:
+        """The classes of texts, or of lists of token ids if the model takes them. Raises as `embed`."""
+        _refuse(unserved)
         return self._run(lambda: self._pooler.classify(prompts))
 
-    def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringRequestOutput]:
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: Progress = False, **unserved: Any
+    ) -> list[ScoringRequestOutput]:
         """How well the texts of one side go with those of the other, pair by pair, or one with all: by a model that
-        ranks, or the cosine of an embedder's vectors. Raises `InvalidArgument` for another model, and for sides of
-        different lengths."""
+        ranks, or the cosine of an embedder's vectors. Raises as `embed`, and `InvalidArgument` for sides of different
+        lengths."""
+        _refuse(unserved)
         one, other = ([side] if isinstance(side, str) else list(side) for side in (text_1, text_2))
         one = one * len(other) if len(one) == 1 else one
         if len(one) != len(other):
@@ -247,29 +277,22 @@ class LLM:
     async def _run_from_loop(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self.server.running.thread.run_from_loop(make)
 
-    def _asked_chats(
-        self, messages: Any, sampling: Sampling, lora_request: Any, template: dict[str, Any]
-    ) -> list[AskedPrompt]:
-        return list(asked_prompts(given_conversations(messages, **template), sampling, self._adapter(lora_request)))
-
     @staticmethod
-    def _adapter(lora_request: Any) -> str:
-        name = lora_request if isinstance(lora_request, str) else getattr(lora_request, "lora_name", "")
-        if lora_request is not None and not (isinstance(name, str) and name):
-            raise InvalidArgument("lora_request must be a name, or have lora_name and lora_path", field="lora_request")
-        return name
+    def _asked_chats(messages: Any, sampling: Sampling, template: dict[str, Any]) -> list[AskedPrompt]:
+        return list(asked_prompts(given_conversations(messages, **template), sampling))
 
     async def _answer(self, asked: list[AskedPrompt], bar: Progress, lora_request: Any) -> list[RequestOutput]:
-        await self._load_adapter(lora_request)
-        with _progress(bar, len(asked), "Prompts") as on_answer:
-            return await self._generator.answer_all(asked, on_answer)
+        async with self._adapters.use(lora_request) as adapter:
+            asked = [prompt.with_adapter(adapter) for prompt in asked]
+            with _progress(bar, len(asked), "Prompts") as on_answer:
+                outputs = await self._generator.answer_all(asked, on_answer)
+        for output in outputs:
+            output.lora_request = lora_request
+        return outputs
 
     async def _search(
         self, given: list[GivenPrompt], params: BeamSearchParams, lora_request: Any, bar: Progress, at_once: int
     ) -> list[BeamSearchOutput]:
-        adapter = self._adapter(lora_request)
-        await self._load_adapter(lora_request)
-
         async def prepare(handle: ModelHandle) -> list[BeamSearch]:
             tokens = [await _prompt_ids(handle, prompt) for prompt in given]
             ends = frozenset(self._gateway.text_model(self.model_name).end_tokens)
@@ -282,16 +305,12 @@ class LLM:
                 sequence.text = await handle.detokenize(sequence.tokens)
 
         searches, found = await self._ask(prepare), list[BeamSearchOutput]()
-        with _progress(bar, params.max_tokens * len(searches), "Tokens") as on_step:
-            for search in searches:
-                found += await search.run(self._generator, adapter, on_step)
+        async with self._adapters.use(lora_request) as adapter:
+            with _progress(bar, params.max_tokens * len(searches), "Tokens") as on_step:
+                for search in searches:
+                    found += await search.run(self._generator, adapter, on_step)
         await self._ask(write)
         return found
-
-    async def _load_adapter(self, lora_request: Any) -> None:
-        path = getattr(lora_request, "lora_path", "")
-        if path and all(served.adapter.name != lora_request.lora_name for served in self._gateway.adapters()):
-            await self._gateway.load_adapter(lora_request.lora_name, str(path), self.model_name)
 
     @property
     def _gateway(self) -> InProcessGateway:
@@ -300,6 +319,18 @@ class LLM:
     async def _ask(self, use: Callable[[ModelHandle], Coroutine[Any, Any, T]]) -> T:
         with self._gateway.open_request(ENDPOINT) as context:
             return await use(await self._gateway.acquire(context, self.model_name))
+
+
+async def _stream(
+    generator: Generator, adapters: ProgramAdapters, asked: AskedPrompt, lora_request: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    async with (
+        adapters.use(lora_request) as adapter,
+        aclosing(generator.stream(asked.with_adapter(adapter))) as outputs,
+    ):
+        async for output in outputs:
+            output.lora_request = lora_request
+            yield output
 
 
 @contextmanager
@@ -313,11 +344,13 @@ def _progress(bar: Progress, total: int, what: str) -> Iterator[Callable[[], obj
         yield partial(shown.update, 1)
 
 
-def _refuse(reason: str, **arguments: Any) -> None:
-    """Raise `Unsupported` for an argument that asks for something."""
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` for an argument that asks for something, and `TypeError` for one that vLLM's have not."""
     for name, value in arguments.items():
+        if name not in _UNSERVED:
+            raise TypeError(f"got an unexpected keyword argument '{name}'")
         if value is not None and value not in ([], {}):
-            raise Unsupported(f"{name} is not served: {reason}", field=name)
+            raise Unsupported(f"{name} is not served: {_UNSERVED[name]}", field=name)
 
 
 def _prompts_at_once(limit: int | None, given: Sequence[GivenPrompt]) -> int:
@@ -331,46 +364,3 @@ def _prompts_at_once(limit: int | None, given: Sequence[GivenPrompt]) -> int:
 async def _prompt_ids(handle: ModelHandle, given: GivenPrompt) -> list[int]:
     prompt = given.prompt
     return list(prompt) if isinstance(prompt, tuple) else (await handle.tokenize(TokenizeRequest(prompt=prompt))).ids
-
-
-class OutputStream:
-    """An answer as it grows, for a thread or a task. The end of its block, `close`, and the last reference to it cancel
-    what is left; so does the cancellation of the task that reads it."""
-
-    def __init__(self, model: LLM, stream: BridgedStream[RequestOutput]) -> None:
-        self._model = model  # which ends with the last reference to it
-        self._stream = stream
-
-    def close(self) -> None:
-        self._stream.close()
-
-    async def aclose(self) -> None:
-        self._stream.close()
-
-    def cancel(self) -> None:
-        """End it: its reader gets `Cancelled`."""
-        self._stream.interrupt()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> RequestOutput:
-        return self._stream.next_item()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        return await self._stream.next_awaited()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()

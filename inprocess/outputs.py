@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,10 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Tokens of the prompt that came from the prefix cache."""
+    lora_request: Any = None
+    """What was given as such."""
+    metrics: None = None
+    """As vLLM's without statistics: `LLM.server` has them."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import msgspec
+
 from ..api.openai.chat_messages import parse_messages
 from ..api.openai.chat_tools import parse_tools
 from ..api.openai.json_body import convert_fields
@@ -34,9 +36,23 @@ class AskedPrompt(NamedTuple):
     def id(self) -> str:
         return self.requests[0].id
 
+    def with_adapter(self, name: str) -> "AskedPrompt":
+        requests = (msgspec.structs.replace(request, adapter=name) for request in self.requests)
+        return self._replace(requests=tuple(requests)) if name else self
 
-def given_prompts(prompts: Any) -> list[GivenPrompt]:
-    """One prompt or several. Raises `InvalidArgument`."""
+
+def given_prompts(prompts: Any, priority: Sequence[int] | None = None) -> list[GivenPrompt]:
+    """One prompt or several. `priority`: the class of each. Raises `InvalidArgument`."""
+    given = _given_prompts(prompts)
+    if priority is None:
+        return given
+    if not isinstance(priority, Sequence) or [type(number) for number in priority] != [int] * len(given):
+        message = f"priority must be a list of {len(given)} integers, one for each prompt, got {priority!r:.100}"
+        raise InvalidArgument(message, field="priority")
+    return [prompt._replace(priority=number) for prompt, number in zip(given, priority, strict=True)]
+
+
+def _given_prompts(prompts: Any) -> list[GivenPrompt]:
     if isinstance(prompts, str | Mapping) or _are_ids(prompts):
         return [_given(prompts, "prompts")]
     if not isinstance(prompts, Sequence):
@@ -86,7 +102,7 @@ def given_conversations(messages: Any, tools: Any = None, **template: Any) -> li
 
 
 def asked_prompts(
-    prompts: Sequence[GivenPrompt], sampling: SamplingParams | Sequence[SamplingParams] | None, adapter: str
+    prompts: Sequence[GivenPrompt], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> Iterator[AskedPrompt]:
     """Each prompt with its sampling parameters, which are those of all or one for each. Raises `InvalidArgument`."""
     params = SamplingParams.of_model() if sampling is None else sampling
@@ -107,7 +123,6 @@ def asked_prompts(
                     cache_salt=given.cache_salt,
                     choice=choice,
                     choice_count=own.n,
-                    adapter=adapter,
                     guided_decoding=constraint,
                     return_prompt_ids=choice == 0,
                 )

@@ -8,13 +8,23 @@ from typing import Any
 import msgspec
 
 from ..core import sampling
-from ..core.errors import InvalidArgument, describe_validation_error
+from ..core.errors import InvalidArgument, Unsupported, describe_validation_error
 from ..core.request import GuidedDecoding
 from ..core.structured_outputs import only_constraint, parse_structured_outputs
 
 _MOST_CHOICES = 128
 _STRUCTURED = "structured_outputs"
-_OWN = ("n", _STRUCTURED)
+_UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None,),
+    "detokenize": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "logits_processors": (None, []),
+    "skip_reading_prefix_cache": (None, False),
+}
+"""Fields of vLLM's, and their values that ask for nothing."""
+_OWN = ("n", _STRUCTURED, "output_kind", *_UNSERVED)
 _WORDS = ("stop", "bad_words")
 
 
@@ -54,6 +64,16 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     structured_outputs: Any = None
     """What the answer is held to: `{"json": schema}`, `regex`, `choice`, `grammar` or `json_object`, as a dict or an
     object with these attributes."""
+    output_kind: Any = None
+    """Of no account, as for vLLM's `LLM`: `generate` gives whole answers, `stream` what is new."""
+    best_of: Any = None
+    detokenize: Any = True
+    extra_args: Any = None
+    flat_logprobs: Any = False
+    guided_decoding: Any = None
+    logits_processors: Any = None
+    skip_reading_prefix_cache: Any = None
+    """This one and those above are vLLM's, and are refused where they ask for something."""
 
     @classmethod
     def of_model(cls) -> "SamplingParams":
@@ -68,6 +88,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         """As requests have it. Raises `InvalidArgument` for a wrong value; `field` names it."""
         if not isinstance(self.n, int) or not 1 <= self.n <= _MOST_CHOICES:
             raise InvalidArgument(f"n must be between 1 and {_MOST_CHOICES}, got {self.n!r}", field="n")
+        for name, nothing in _UNSERVED.items():
+            if (value := getattr(self, name)) not in nothing:
+                hint = "; see structured_outputs" if name == "guided_decoding" else ""
+                raise Unsupported(f"{name} {value!r:.100} is not served{hint}", field=name)
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _OWN}
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         named = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}

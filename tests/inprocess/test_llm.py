@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 import charonia
-from charonia import BeamSearchParams, SamplingParams
+from charonia import BeamSearchParams, RequestOutput, SamplingParams
 from charonia.bench.load.fake_model import VOCAB
 from charonia.core.request import GuidedDecoding
+from charonia.inprocess import adapters
+from charonia.inprocess.prompts import AskedPrompt, asked_prompts, given_prompts
 
 FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_model_len": 4096}
 
@@ -219,10 +222,102 @@ def test_what_cannot_be_answered_is_refused(
         ("tokenization_kwargs", {"truncation": True}, "texts are cut to the model's length"),
     ],
 )
-def test_what_vllm_s_encode_takes_is_refused_by_name(llm: charonia.LLM, name: str, value: Any, reason: str) -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        charonia.LLM.encode,
+        charonia.LLM.embed,
+        charonia.LLM.classify,
+        charonia.LLM.reward,
+        lambda llm, text, **arguments: llm.score(text, text, **arguments),
+    ],
+)
+def test_what_vllm_s_encoders_take_is_refused_by_name(
+    llm: charonia.LLM, ask: Callable[..., object], name: str, value: Any, reason: str
+) -> None:
     with pytest.raises(charonia.Unsupported, match=f"^{name} is not served: {reason}$") as refused:
-        llm.encode("a", **{name: value})
+        ask(llm, "a", **{name: value})
     assert refused.value.field == name
+    with pytest.raises(charonia.InvalidArgument):  # this model is no encoder
+        ask(llm, "a", use_tqdm=False, **{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nope'"):
+        ask(llm, "a", nope=1)
+
+
+def test_programs_for_vllm_pass_what_asks_for_nothing(llm: charonia.LLM) -> None:
+    params = SamplingParams(
+        max_tokens=1, detokenize=True, output_kind=2, extra_args=None, best_of=None, logits_processors=None
+    )
+    [output] = llm.generate([5], params, use_tqdm=False, lora_request=None, priority=[3])
+    assert (output.metrics, output.lora_request) == (None, None)
+    [output] = llm.chat([{"role": "user", "content": "a"}], params, False, None)
+    assert output.finished
+    for name, value in (("detokenize", False), ("extra_args", {"a": 1}), ("logits_processors", [print])):
+        with pytest.raises(charonia.Unsupported, match=f"^{name} ") as refused:
+            llm.generate([5], SamplingParams(**{name: value}))
+        assert refused.value.field == name
+    for priority in ([1, 2], 1, ["a"]):
+        with pytest.raises(charonia.InvalidArgument, match="priority must be a list of 1 integers") as wrong:
+            llm.generate([5], params, priority=priority)  # type: ignore[arg-type]
+        assert wrong.value.field == "priority"
+
+
+def test_the_most_urgent_prompts_are_answered_first(words: Path) -> None:
+    with charonia.LLM(words, max_num_seqs=1, fake_step_seconds=0.001, **FAKE) as llm:
+        answered: list[int] = []
+        generator = llm._generator
+        asked = [*asked_prompts(given_prompts([[5]] * 3, [2, 0, 1]), SamplingParams(max_tokens=1))]
+        answer = generator._answer
+
+        async def follow(prompt: AskedPrompt) -> RequestOutput:
+            output = await answer(prompt)
+            answered.append(prompt.given.priority)
+            return output
+
+        generator._answer = follow  # type: ignore[method-assign]
+        llm._run(lambda: generator.answer_all(asked, None))
+        assert answered == [0, 1, 2]
+
+
+@dataclass(frozen=True)
+class LoraRequest:
+    """As vLLM's."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+def test_adapters_of_one_name_are_told_apart(
+    root: Path, sibling: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "_MOST_OF_A_NAME", 2)
+    demo, making = root / "examples" / "model_repository" / "demo" / "1", sibling("adapters.py")
+    layers = making.layers_of(demo)
+    paths = [str(making.write_adapter(tmp_path / str(step), layers, seed=step)) for step in range(4)]
+    steps = [LoraRequest("policy", step, path) for step, path in enumerate(paths)]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
+    with charonia.LLM(demo, threads=1, kv_cache_bytes=16 << 20, enable_lora=True) as llm:
+
+        def ask(adapter: LoraRequest | None) -> float:
+            [output] = llm.generate([[5, 6, 7]], params, lora_request=adapter)
+            assert output.lora_request is adapter
+            return round(output.outputs[0].cumulative_logprob or 0.0, 3)
+
+        with ThreadPoolExecutor(4) as threads:  # which use it first at once
+            first, *others, plain = threads.map(ask, [*[steps[0]] * 3, None])
+        assert others == [first] * 2
+        assert first != plain
+        alone = [ask(LoraRequest(f"alone-{step.lora_int_id}", 9, step.lora_path)) for step in steps]
+        assert [ask(step) for step in steps] == alone
+        assert [ask(step) for step in steps] == alone
+        assert len({plain, *alone}) == 5
+        served = [served.adapter.name for served in llm.server.look(lambda gateway: gateway.adapters())]
+        assert len([name for name in served if name.startswith("policy")]) == 2
+        pieces = list(llm.stream([5, 6, 7], params, lora_request=steps[3]))
+        assert round(sum(piece.outputs[0].cumulative_logprob or 0.0 for piece in pieces), 3) == alone[3]
+        with pytest.raises(charonia.CharoniaError, match="none"):
+            llm.generate([[5]], lora_request=LoraRequest("policy", 99, str(tmp_path / "none")))
 
 
 def test_the_end_is_told(words: Path) -> None:
