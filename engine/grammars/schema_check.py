@@ -140,6 +140,8 @@ _HINTS = frozenset(("double", "float", "password"))
 """Formats that every value satisfies. Others that are not enforced are named and never refused, since by the
 specification a format is an annotation."""
 _LONGEST_FORMAT = 40
+_OF_FRAGMENTS = "/~$-_.!*'()@:"
+"""Characters that stand in a URI's fragment as they are (RFC 3986)."""
 
 _SILENT = ("x-guidance", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary")
 """Keywords that are left out silently: options of the library, and targets of references."""
@@ -279,7 +281,11 @@ def _leave_out(place: _Place) -> Iterator[Unenforced]:
 
 
 def _rewrite(node: dict[str, Any]) -> None:
-    """Write keywords that the library lacks as others with the same meaning, where there are some."""
+    """Write keywords that the library lacks as others with the same meaning, where there are some. Generators write
+    names into references as they are (`#/definitions/Foo[int]`); the library wants URIs."""
+    target = node.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        node["$ref"] = "#" + quote(unquote(target[1:]), safe=_OF_FRAGMENTS)
     if node.get("unevaluatedProperties") is False and not _APPLICATORS & node.keys():
         node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
     _move_bounds(node)

@@ -102,6 +102,18 @@ ENFORCED: list[tuple[Any, Any, Any]] = [
     ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "minimum": 5}, 6, 4),
     ({"definitions": {"n": {"$id": "n.json", "type": "integer"}}, "$id": "https://e.x/a", "$ref": "n.json"}, 6, "s"),
     ({"components": {"n": {"type": "number", "format": "float"}}, "$ref": "#/components/n"}, 6, "s"),
+    *(
+        ({"definitions": {key: {"type": "integer"}}, "$ref": f"#/definitions/{name}"}, 6, "s")
+        for key, name in [
+            ("My Model", "My Model"),
+            ("My Model", "My%20Model"),
+            ("Partial<X>", "Partial<X>"),
+            ("Foo[int]", "Foo[int]"),
+            ("Größe", "Größe"),
+            ("a/b~{c}", "a~1b~0{c}"),
+            ("100%", "100%"),
+        ]
+    ),
     (an_object(properties={"next": {"$ref": "#"}}, additionalProperties=False), {"next": {"next": {}}}, {"next": 1}),
     ({"const": {"a": [1, None]}}, {"a": [1, None]}, {"a": [1]}),
     ({"x-guidance": {"whitespace_flexible": True}, "type": "boolean"}, True, 1),
