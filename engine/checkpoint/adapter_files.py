@@ -44,8 +44,16 @@ of LoRA each have one."""
 _CHANGE_THE_BASE = ("corda", "lora_ga", "loftq", "mica", "olora", "pissa")
 """Beginnings of `init_lora_weights` with which PEFT changes the model's own weights, for which the adapter then is."""
 
-_PATTERN = re.compile(r"\^?([\w.\[\]|-]|\\[.d]|\((?!\?)|\)(?![*+?{])|[.\]][*+])*\$?")
-_MOST_PATTERNS, _MOST_PATTERN_LETTERS, _MOST_REPEATS = 1024, 256, 2
+_LETTER = r"(?:[\w.-]|\\[.dw-]|\[\^?(?:[\w.-]|\\[.dw-])+\])"
+_TIMES = r"(?:[*+?]|\{\d{1,2}(?:,\d{0,2})?\})"
+_PATTERN = re.compile(rf"\^?(?:{_LETTER}{_TIMES}?|\||\((?:\?:)?|\))*\$?")
+"""Letters that repeat, and groups that don't."""
+_WHOLE_NUMBER = re.compile(rf"\\d{_TIMES}(?=\\\.|[a-zA-Z_])|\{{\d+\}}|\(\?:")
+"""What can end in one way only, and what is no repetition."""
+_REPEATED = re.compile(r"[*+?{]")
+_MOST_PATTERNS, _MOST_PATTERN_LETTERS, _MOST_MODULE_LETTERS = 1024, 256, 512
+_MOST_REPEATS, _MOST_GROUPS = 2, 4
+"""Of a pattern: each multiplies the ways in which a module's path may be tried."""
 
 
 class StoredMatrix(NamedTuple):
@@ -184,14 +192,20 @@ def _numbers(fields: Mapping[str, Any], name: str, file: Path) -> dict[str, floa
     for pattern, value in numbers.items():
         if not _is_number(value):
             raise _refusal(f"{file}: {name} {pattern!r} must be a number, got {shorten(repr(value))}")
-        repeats = pattern.count("*") + pattern.count("+")
-        if len(pattern) > _MOST_PATTERN_LETTERS or repeats > _MOST_REPEATS or not _PATTERN.fullmatch(pattern):
+        if not _is_fast(pattern):
             raise _refusal(f"{file}: {name} {pattern!r} is not a pattern that is supported: names, and parts of them")
         try:
             re.compile(pattern)
         except re.error as error:
             raise _refusal(f"{file}: {name} {pattern!r}: {error}") from error
     return numbers
+
+
+def _is_fast(pattern: str) -> bool:
+    if len(pattern) > _MOST_PATTERN_LETTERS or not _PATTERN.fullmatch(pattern):
+        return False
+    repeats = len(_REPEATED.findall(_WHOLE_NUMBER.sub("", pattern)))
+    return repeats <= _MOST_REPEATS and pattern.count("(") <= _MOST_GROUPS
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -254,6 +268,8 @@ def _modules(file: Path, config: AdapterConfig, tensors: Mapping[str, StoredMatr
         match = _MATRIX.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
         if match is None:
             raise _refusal(f"{file}: tensor {name} is {_kind(name)}, which is not supported")
+        if len(match["module"]) > _MOST_MODULE_LETTERS:
+            raise _refusal(f"{file}: a module's path has more than {_MOST_MODULE_LETTERS} letters")
         sides.setdefault(match["module"], {})[match["side"]] = matrix
     if not sides:
         raise _refusal(f"{file}: there is no lora_A and lora_B in it")

@@ -42,7 +42,20 @@ def test_matrices_come_with_their_scale(write: Write) -> None:
     assert {value.scale for value in files.modules.values()} == {1.5}
 
 
-@pytest.mark.parametrize("pattern", ["up_proj", "layers.1.mlp.up_proj", OTHER, r"^model\.layers\.1.*", "mlp.+"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "up_proj",
+        "layers.1.mlp.up_proj",
+        OTHER,
+        r"^model\.layers\.1.*",
+        "mlp.+",
+        r".*layers\.\d+\.mlp\..*",
+        r"layers\.\d{1,2}\.mlp\.up_proj",
+        r"layers\.(?:1|2)\.mlp\.(?:up|down)_proj",
+        r"layers.[0-9]+.(mlp|moe).\w+",
+    ],
+)
 def test_patterns_and_rank_stabilised_scales_are_pefts(write: Write, pattern: str) -> None:
     directory = write(
         r=4, lora_alpha=6, use_rslora=True, ranks={OTHER: 9}, rank_pattern={pattern: 9}, alpha_pattern={pattern: 12}
@@ -78,6 +91,11 @@ def test_the_digest_is_the_contents_and_not_the_places(write: Write, tmp_path: P
         ({"rank_pattern": {"up_proj": 99}}, "rank_pattern 'up_proj' must be a whole number from 1 to max_lora_rank 16"),
         ({"lora_alpha": "much"}, "lora_alpha must be a number"),
         ({"alpha_pattern": {"(a+)+b": 1}}, "'(a+)+b' is not a pattern that is supported"),
+        ({"alpha_pattern": {"(?:a|a){9}b": 1}}, "'(?:a|a){9}b' is not a pattern that is supported"),
+        ({"alpha_pattern": {r"\d+\d+\d+\d+b": 1}}, "is not a pattern that is supported"),
+        ({"alpha_pattern": {r"\d?" * 9: 1}}, "is not a pattern that is supported"),
+        ({"alpha_pattern": {"(a|a)" * 9: 1}}, "is not a pattern that is supported"),
+        ({"alpha_pattern": {"(?=a)": 1}}, "is not a pattern that is supported"),
         ({"alpha_pattern": {"(": 1}}, "alpha_pattern '('"),
         ({"alpha_pattern": {"x": None}}, "'x' must be a number"),
     ],
