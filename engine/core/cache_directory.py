@@ -90,7 +90,4 @@ def open_cache_directory(
     ranks = config.parallel.world
     shares = [settings.share(rank, ranks) for rank in range(ranks)]
     mover = executor.open_directory(settings)
-    on_written = None if events is None else events.written
-    return PrefixFetches(
-        DirectoryTier(cache), mover, shares, inbox.post, scheduler.step_times.prompt_seconds, on_written
-    )
+    return PrefixFetches(DirectoryTier(cache), mover, shares, inbox.post, scheduler.step_times.prompt_seconds, events)

@@ -50,13 +50,15 @@ class ChangesPublisher(Protocol):
 
 
 class _KnownBlock:
-    """A content, and where it is: a bit for each group on the device and in the host's memory."""
+    """A content, and where it is: a bit for each group on the device and in the host's memory. `writing`: how many of
+    its images are on their way to a directory."""
 
-    __slots__ = ("content", "places")
+    __slots__ = ("content", "places", "writing")
 
     def __init__(self, content: BlockContent) -> None:
         self.content = content
         self.places = 0
+        self.writing = 0
 
 
 def _place(group: int, on_host: bool) -> int:
@@ -87,11 +89,21 @@ class CacheEventRecorder:
             block.places |= _place(group, on_host)
             self._changes.append(CacheChange(block.content, group, on_host, stored=True))
 
-    def written(self, key: bytes) -> None:
-        """A block that can be found is written to a directory that servers share. Nobody learns here how long it stays
-        there, so it is told once, and noted nowhere."""
-        digest, group = split_key(key)
+    def writing(self, key: bytes) -> None:
+        """The image of a block that can be found is to be written to a directory that servers share."""
+        digest, _ = split_key(key)
         if (block := self._known.get(digest)) is not None:
+            block.writing += 1
+
+    def written(self, key: bytes, is_there: bool) -> None:
+        """What became of that. Nobody learns here how long it stays there, so it is told once, and noted nowhere."""
+        digest, group = split_key(key)
+        block = self._known.get(digest)
+        if block is None or not block.writing:
+            return
+        block.writing -= 1
+        self._touched.add(digest)
+        if is_there:
             self._changes.append(CacheChange(block.content, group, on_host=False, stored=True, is_shared=True))
 
     def removed(self, key: bytes, on_host: bool) -> None:
@@ -111,7 +123,8 @@ class CacheEventRecorder:
         """Publish what was noted since the last call."""
         if self._touched:
             for digest in self._touched:
-                if not self._known[digest].places:
+                block = self._known[digest]
+                if not (block.places or block.writing):
                     del self._known[digest]
             self._touched.clear()
         if self._lost and self.publisher.has_room:

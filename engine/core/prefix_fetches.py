@@ -22,6 +22,7 @@ from ...processes.daemon_threads import DaemonThreads
 from ...scheduler.plan import StepUpdates
 from ...scheduler.sequence import SequenceSpec
 from ..worker.image_files import ImageMover
+from .cache_events import CacheEventRecorder
 from .inbox import NewRequest
 
 LOOKUP_SECONDS = 0.5
@@ -78,7 +79,7 @@ class _Fetch(NamedTuple):
 class PrefixFetches:
     """A `PrefixOrigin`: requests and images on their way. `shares`: the directory's part of each rank. `post`: has the
     loop call what threads find, from any of them. `prompt_seconds`: what a prompt's tokens take to compute after so
-    many. `on_written` is told the key of what is given to be written."""
+    many. `events`: who is told what is written."""
 
     name = "directory"
     holds_blocks = False
@@ -91,14 +92,14 @@ class PrefixFetches:
         shares: Sequence[ImageDirectory],
         post: Callable[[Callable[[], None]], None],
         prompt_seconds: Callable[[int, int], float],
-        on_written: Callable[[bytes], None] | None = None,
+        events: CacheEventRecorder | None = None,
     ) -> None:
         self._tier = tier
         self._mover = mover
         self._shares = shares
         self._post = post
         self._prompt_seconds = prompt_seconds
-        self._on_written = on_written
+        self._events = events
         self._pace = FetchPace()
         self._lookups = DaemonThreads("prefix-lookup", 1)
         self._waiting: dict[int, _WaitingRequest] = {}
@@ -141,14 +142,15 @@ class PrefixFetches:
                     break
                 present.update(needed, filter(self._is_there, others))
         finally:
-            self._post(partial(self._finish_lookup, key, present))
+            self._post(partial(self._finish_lookup, key, hashes, present))
 
     def _is_there(self, key: bytes) -> bool:
         return all(key in share for share in self._shares)
 
-    def _finish_lookup(self, key: int, present: Set[bytes]) -> None:
-        """`present`: the keys of the request's prefix that the directory has for every rank."""
+    def _finish_lookup(self, key: int, hashes: Sequence[bytes], present: Set[bytes]) -> None:
+        """`present`: the keys of the request's prefix that the directory has for every rank, of these hashes."""
         self._unanswered.pop(key, None)
+        self._tier.forget_lacking(hashes, present)
         waiting = self._waiting.get(key)
         if waiting is None or waiting.looked_up:
             return
@@ -247,13 +249,25 @@ class PrefixFetches:
         """Write what became findable since the last call, which the next plan may overwrite, and drop what nobody
         wants."""
         if unwritten := self._tier.take_unwritten():
-            self._mover.store(unwritten)
-            if self._on_written is not None:
+            if self._events is not None:
                 for image in unwritten:
-                    self._on_written(image.key)
+                    self._events.writing(image.key)
+            self._mover.store(unwritten).add_done_callback(partial(self._on_stored, unwritten))
         dropped = self._tier.take_dropped()
         if any(dropped):
             self._mover.drop(dropped)
+
+    def _on_stored(self, images: Sequence[ImagePlace], stored: Future[list[bool]]) -> None:
+        """Called by the thread that wrote."""
+        written = [False] * len(images) if stored.cancelled() else stored.result()
+        self._post(partial(self._finish_store, images, written))
+
+    def _finish_store(self, images: Sequence[ImagePlace], written: Sequence[bool]) -> None:
+        """`written`: which of them lie in the directory, and were not dropped on their way."""
+        self._tier.forget(image.key for image, is_there in zip(images, written, strict=True) if not is_there)
+        if self._events is not None:
+            for image, is_there in zip(images, written, strict=True):
+                self._events.written(image.key, is_there)
 
     def make_room(self) -> bool:
         return False

@@ -234,19 +234,18 @@ class _RankDirectory:
         assert self._images is not None, "images without a directory"
         match command:
             case messages.FetchImages(number, images):
-                self._images.fetch(images).add_done_callback(partial(self._report_fetched, number))
-            case messages.StoreImages(images):
-                self._images.store(images)
-                self._report(messages.ImagesCounted(self._images.totals))
+                self._images.fetch(images).add_done_callback(partial(self._report_moved, number))
+            case messages.StoreImages(number, images):
+                self._images.store(images).add_done_callback(partial(self._report_moved, number))
             case messages.DropImages(dropped):
                 self._images.drop(dropped)
 
-    def _report_fetched(self, number: int, fetched: Future[list[bool]]) -> None:
-        """Called by the thread that read."""
+    def _report_moved(self, number: int, moved: Future[list[bool]]) -> None:
+        """Called by the thread that read or wrote."""
         assert self._images is not None
         with suppress(OSError):  # the core is gone
             self._report(messages.ImagesCounted(self._images.totals))
-            self._report(messages.ImagesFetched(number, fetched.result()))
+            self._report(messages.ImagesMoved(number, moved.result()))
 
     def close(self) -> None:
         if self._images is not None:

@@ -78,15 +78,16 @@ class OpenDirectory(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class FetchImages(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Let these images land, beside the steps; `ImagesFetched` answers, with the `number`."""
+    """Let these images land, beside the steps; `ImagesMoved` answers, with the `number`."""
 
     number: int
     images: list[ImagePlace]
 
 
 class StoreImages(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Write these images, as they are now."""
+    """Write these images, as they are now; `ImagesMoved` answers, with the `number`."""
 
+    number: int
     images: list[ImagePlace]
 
 
@@ -213,11 +214,11 @@ class RankAdapterRefused(msgspec.Struct, array_like=True, tag=True, frozen=True)
 AdapterReport: TypeAlias = RankAdapterLoaded | RankAdapterRefused
 
 
-class ImagesFetched(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Which of the images of a `FetchImages` have landed."""
+class ImagesMoved(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Which of the images of a `FetchImages` have landed, or of a `StoreImages` lie in the directory."""
 
     number: int
-    arrived: list[bool]
+    succeeded: list[bool]
 
 
 class ImagesCounted(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -226,7 +227,7 @@ class ImagesCounted(msgspec.Struct, array_like=True, tag=True, frozen=True):
     totals: ImageTotals
 
 
-ImageReport: TypeAlias = ImagesFetched | ImagesCounted
+ImageReport: TypeAlias = ImagesMoved | ImagesCounted
 
 
 class PlacesTaken(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -252,7 +253,7 @@ RankReport: TypeAlias = (
     | GraphsCaptured
     | RankAdapterLoaded
     | RankAdapterRefused
-    | ImagesFetched
+    | ImagesMoved
     | ImagesCounted
     | PlacesTaken
     | RankFailed

@@ -235,7 +235,7 @@ class RanksExecutor:
                 self._captures[rank].take_oldest().set_result(share)
             case messages.RankAdapterLoaded() | messages.RankAdapterRefused():
                 self._adapters.add_report(rank, report)
-            case messages.ImagesFetched() | messages.ImagesCounted():
+            case messages.ImagesMoved() | messages.ImagesCounted():
                 self._images.add_report(rank, report)
             case messages.PlacesTaken(content):
                 self._taken[rank].take_oldest().set_result(content)

@@ -1,4 +1,5 @@
-"""The images of several ranks: each moves its share, and one has landed where all have. Imports no torch."""
+"""The images of several ranks: each moves its share, and one has landed, or is written, where that is so of all.
+Imports no torch."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ from ...kvcache.tiers.landed_images import ImagePlace
 from . import rank_messages as messages
 
 
-class _SharedFetch:
-    """A fetch that some ranks have not answered."""
+class _SharedMove:
+    """A fetch or a store that some ranks have not answered."""
 
     def __init__(self, images: int, ranks: int) -> None:
-        self.arrived = [True] * images
+        self.succeeded = [True] * images
         self.missing_reports = ranks
         self.future: Future[list[bool]] = Future()
 
@@ -28,22 +29,27 @@ class RanksImages:
         self._command = command
         self._numbers = count()
         self._lock = threading.Lock()
-        self._fetches: dict[int, _SharedFetch] = {}
+        self._moves: dict[int, _SharedMove] = {}
         self._totals: dict[int, ImageTotals] = {}
         self._is_lost = False
 
     def fetch(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
-        number, fetch = next(self._numbers), _SharedFetch(len(images), self._ranks)
+        return self._move(messages.FetchImages, images)
+
+    def store(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
+        return self._move(messages.StoreImages, images)
+
+    def _move(
+        self, command: type[messages.FetchImages | messages.StoreImages], images: Sequence[ImagePlace]
+    ) -> Future[list[bool]]:
+        number, move = next(self._numbers), _SharedMove(len(images), self._ranks)
         with self._lock:
             if self._is_lost:
-                fetch.future.cancel()
-                return fetch.future
-            self._fetches[number] = fetch
-        self._command(messages.FetchImages(number, list(images)))
-        return fetch.future
-
-    def store(self, images: Sequence[ImagePlace]) -> None:
-        self._command(messages.StoreImages(list(images)))
+                move.future.cancel()
+                return move.future
+            self._moves[number] = move
+        self._command(command(number, list(images)))
+        return move.future
 
     def drop(self, dropped: DroppedImages) -> None:
         self._command(messages.DropImages(dropped))
@@ -63,19 +69,19 @@ class RanksImages:
                 self._totals[rank] = report.totals
             return
         with self._lock:
-            fetch = self._fetches[report.number]
-            fetch.arrived = [had and has for had, has in zip(fetch.arrived, report.arrived, strict=True)]
-            fetch.missing_reports -= 1
-            if fetch.missing_reports:
+            move = self._moves[report.number]
+            move.succeeded = [had and has for had, has in zip(move.succeeded, report.succeeded, strict=True)]
+            move.missing_reports -= 1
+            if move.missing_reports:
                 return
-            del self._fetches[report.number]
-        fetch.future.set_result(fetch.arrived)
+            del self._moves[report.number]
+        move.future.set_result(move.succeeded)
 
     def forget(self) -> None:
-        """A rank is lost, or all are to leave: no fetch will be answered."""
+        """A rank is lost, or all are to leave: nothing will be answered."""
         with self._lock:
             self._is_lost = True
-            fetches = [*self._fetches.values()]
-            self._fetches.clear()
-        for fetch in fetches:
-            fetch.future.cancel()
+            moves = [*self._moves.values()]
+            self._moves.clear()
+        for move in moves:
+            move.future.cancel()

@@ -4,7 +4,7 @@ threads alone. Imports no torch."""
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,9 @@ class ImageMover(Protocol):
     def fetch(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
         """Let these images land; which of them have, on every rank. Once one has not, later ones may not be tried."""
 
-    def store(self, images: Sequence[ImagePlace]) -> None:
-        """Write the images of these places, as they are before the next plan is executed."""
+    def store(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
+        """Write the images of these places, as they are before the next plan is executed; which of them lie in the
+        directory then, of every rank."""
 
     def drop(self, dropped: DroppedImages) -> None:
         """Forget landed images, none of which is being fetched."""
@@ -107,6 +108,24 @@ class _ReadingFetch:
             self.future.set_result(self.arrived)
 
 
+class _Store:
+    """Images that wait to be written."""
+
+    def __init__(self, images: int) -> None:
+        self.written = [False] * images
+        self.future: Future[list[bool]] = Future()
+        self._waiting = images
+        self._lock = threading.Lock()
+
+    def finish(self, index: int, is_written: bool) -> None:
+        with self._lock:
+            self.written[index] = is_written
+            self._waiting -= 1
+            is_last = not self._waiting
+        if is_last:
+            self.future.set_result(self.written)
+
+
 class RankImages:
     """The images of one rank in its `directory`: an `ImageMover` where there is no other rank. `blocks` or `states`:
     None where the rank keeps nothing of the kind; then their images are empty."""
@@ -165,9 +184,10 @@ class RankImages:
             totals.read_seconds += time.perf_counter() - began
         return is_read
 
-    def store(self, images: Sequence[ImagePlace]) -> None:
+    def store(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
         """See `ImageMover.store`; for the thread that computes."""
-        for image in images:
+        store = _Store(len(images))
+        for index, image in enumerate(images):
             own = self._images[image.of_state]
             size = 0 if own is None else own.bytes
             with self._lock:
@@ -176,25 +196,30 @@ class RankImages:
                 self._totals.unwritten += not fits
             if fits:
                 taken = None if own is None else own.take(image.number)
-                self._writing.start(partial(self._write, image.key, taken, size))
+                self._writing.start(partial(self._write, image.key, taken, size, partial(store.finish, index)))
+            else:
+                store.finish(index, False)
+        return store.future
 
-    def _write(self, key: bytes, taken: TakenImage | None, size: int) -> None:
+    def _write(self, key: bytes, taken: TakenImage | None, size: int, finish: Callable[[bool], None]) -> None:
         began = time.perf_counter()
-        written = failed = False
+        written = False
+        failed = True
         try:
             written = self._directory.write(key, memoryview(b"" if taken is None else taken.read()))
-            self._write_failed = False
+            failed = self._write_failed = False
         except OSError as error:
-            failed = True
             if not self._write_failed:
                 log.warning("kv_cache_dir: blocks are not written: %s", error)
             self._write_failed = True
-        with self._lock:
-            self._unwritten_bytes -= size
-            self._totals.written += written
-            self._totals.written_bytes += size * written
-            self._totals.write_failures += failed
-            self._totals.write_seconds += time.perf_counter() - began
+        finally:
+            with self._lock:
+                self._unwritten_bytes -= size
+                self._totals.written += written
+                self._totals.written_bytes += size * written
+                self._totals.write_failures += failed
+                self._totals.write_seconds += time.perf_counter() - began
+            finish(not failed)
 
     def drop(self, dropped: DroppedImages) -> None:
         for images, numbers in zip(self._images, dropped, strict=True):

@@ -154,6 +154,17 @@ class DirectoryTier:
         self._committed.clear()
         return unwritten
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These images are not in the directory, or no longer: what becomes findable again is to be written."""
+        for key in keys:
+            self._there.pop(key, None)
+
+    def forget_lacking(self, hashes: Sequence[bytes], present: Container[bytes]) -> None:
+        """A lookup of these hashes found the `present` keys. Behind the first block that is missing it did not look:
+        without that one the others are of no use, so they are to be written with it if they are not there."""
+        for full, others in self.lookup_keys(hashes):
+            self.forget(key for key in (*full, *others) if key not in present)
+
     def _remember(self, key: bytes) -> None:
         self._there[key] = None
         self._there.move_to_end(key)

@@ -122,7 +122,7 @@ class DirectoryServer:
             shares,
             self._replies.put,
             lambda tokens, context: 1e6,
-            self._events.written,
+            self._events,
         )
         self._next_key = 0
         self._open: dict[int, tuple[int, int]] = {}

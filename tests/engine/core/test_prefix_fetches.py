@@ -4,14 +4,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from charonia.core.metrics import ImageTotals
 from charonia.engine.core import prefix_fetches
+from charonia.engine.core.cache_events import CacheChange, CacheEventRecorder, ChangesPublisher
 from charonia.engine.core.inbox import NewRequest
 from charonia.engine.core.prefix_fetches import FetchPace, PrefixFetches
+from charonia.kvcache.events.cache_events import BlockContent
 from charonia.kvcache.exchange.directory_tier import DirectoryTier, DroppedImages
 from charonia.kvcache.exchange.image_directory import ImageDirectory, share_name
 from charonia.kvcache.manager import KVCacheManager
@@ -32,7 +35,7 @@ class SlowMover:
 
     def __init__(self) -> None:
         self.fetches: list[tuple[Sequence[ImagePlace], Future[list[bool]]]] = []
-        self.stored: list[ImagePlace] = []
+        self.stores: list[tuple[Sequence[ImagePlace], Future[list[bool]]]] = []
         self.dropped: list[int] = []
 
     def fetch(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
@@ -40,8 +43,10 @@ class SlowMover:
         self.fetches.append((images, future))
         return future
 
-    def store(self, images: Sequence[ImagePlace]) -> None:
-        self.stored += images
+    def store(self, images: Sequence[ImagePlace]) -> Future[list[bool]]:
+        future: Future[list[bool]] = Future()
+        self.stores.append((images, future))
+        return future
 
     def drop(self, dropped: DroppedImages) -> None:
         self.dropped += dropped.blocks
@@ -50,12 +55,18 @@ class SlowMover:
 class Bench:
     """A cache, and a directory that has all of a prompt."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, computing: float = 100.0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        computing: float = 100.0,
+        events: CacheEventRecorder | None = None,
+    ) -> None:
         self.now = 0.0
         monkeypatch.setattr(prefix_fetches, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.cache = KVCacheManager(16, BLOCK, landing=8)
+        self.cache = KVCacheManager(16, BLOCK, landing=8, events=events)
         self.hashes = self.cache.digest(PROMPT)
-        share = ImageDirectory(root, share_name(bytes(32)), 1 << 20)
+        self.share = share = ImageDirectory(root, share_name(bytes(32)), 1 << 20)
         for digest in self.hashes:
             share.write(digest, memoryview(b""))
         self.mover = SlowMover()
@@ -63,8 +74,31 @@ class Bench:
         self.computing = computing
         tier = DirectoryTier(self.cache)
         self.fetches = PrefixFetches(
-            tier, self.mover, [share], self.replies.append, lambda tokens, context: self.computing
+            tier, self.mover, [share], self.replies.append, lambda tokens, context: self.computing, events
         )
+
+    def compute(self) -> None:
+        """Let the cache have the prompt, and evict it again."""
+        for tokens in (PROMPT, np.arange(100, 100 + 16 * BLOCK, dtype=np.int32)):
+            hashes = self.cache.digest(tokens)
+            table = self.cache.open(hashes, len(tokens) + 1)
+            assert self.cache.extend(table, len(hashes) * BLOCK)
+            if self.cache.events is not None:
+                self.cache.events.describe([BlockContent(digest, None, (1, 2, 3, 4)) for digest in hashes])
+            self.cache.commit(table, hashes[table.committed :])
+            self.cache.close(table)
+            if tokens is PROMPT:
+                self.ready()
+
+    def lose(self, block: int) -> None:
+        """Let the directory lack a block of the prompt."""
+        Path(self.share._path(self.hashes[block])).unlink()
+
+    def written(self) -> list[bytes]:
+        """The images of the prompt that are to be written since the last call."""
+        keys = [image.key for images, _ in self.mover.stores for image in images if image.key in self.hashes]
+        self.mover.stores.clear()
+        return keys
 
     def ask(self, key: int) -> bool:
         spec = SequenceSpec(key=key, prompt=PROMPT, max_tokens=1, hashes=self.hashes)
@@ -90,6 +124,50 @@ MakeBench = Callable[..., Bench]
 @pytest.fixture
 def make_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeBench:
     return lambda **changes: Bench(tmp_path, monkeypatch, **changes)
+
+
+def test_what_was_not_written_is_written_the_next_time(make_bench: MakeBench) -> None:
+    """Because the writer was behind, or the disk full."""
+    bench = make_bench()
+    bench.compute()
+    images, stored = bench.mover.stores[0]
+    stored.set_result([image.key != bench.hashes[1] for image in images])
+    bench.finish()
+    bench.written()
+    bench.compute()
+    assert bench.written() == [bench.hashes[1]]
+
+
+async def test_what_a_lookup_misses_is_written_again_with_all_behind_it(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.compute()
+    assert bench.written() == bench.hashes
+    bench.compute()
+    assert bench.written() == []
+    bench.lose(1)
+    bench.ask(1)
+    await bench.finish_lookups()
+    bench.fetches.discard([1])
+    bench.compute()
+    assert bench.written() == bench.hashes[1:]
+
+
+def test_routers_are_told_of_what_was_written_when_it_was(make_bench: MakeBench) -> None:
+    """And of nothing else, though it may have left the cache by then."""
+    told: list[CacheChange] = []
+    publisher = SimpleNamespace(has_room=True, publish=lambda changes: told.extend(filter(None, changes)) or True)
+    events = CacheEventRecorder(cast(ChangesPublisher, publisher))
+    bench = make_bench(events=events)
+    bench.compute()
+    events.flush()
+    assert not any(change.is_shared for change in told)
+    images, stored = bench.mover.stores[0]
+    stored.set_result([image.key != bench.hashes[1] for image in images])
+    bench.finish()
+    events.flush()
+    there = [change.content.digest for change in told if change.is_shared]
+    assert there == [bench.hashes[0], *bench.hashes[2:]]
+    assert not {*bench.hashes} & events._known.keys(), "a content stays that nothing has"
 
 
 async def test_two_requests_wait_for_one_fetch(make_bench: MakeBench) -> None:

@@ -1,7 +1,7 @@
 """Images of several ranks: what has landed on all of them has landed."""
 
 from charonia.core.metrics import ImageTotals
-from charonia.engine.parallel.rank_messages import FetchImages, ImagesCounted, ImagesFetched, RankCommand
+from charonia.engine.parallel.rank_messages import FetchImages, ImagesCounted, ImagesMoved, RankCommand, StoreImages
 from charonia.engine.parallel.ranks_images import RanksImages
 from charonia.kvcache.tiers.landed_images import ImagePlace
 
@@ -13,14 +13,24 @@ def test_an_image_has_landed_where_every_rank_has_it() -> None:
     ranks = RanksImages(2, commands.append)
     first, second = ranks.fetch(IMAGES), ranks.fetch(IMAGES[:1])
     assert commands == [FetchImages(0, IMAGES), FetchImages(1, IMAGES[:1])]
-    ranks.add_report(1, ImagesFetched(1, [True]))
-    ranks.add_report(1, ImagesFetched(0, [True, False, True]))
+    ranks.add_report(1, ImagesMoved(1, [True]))
+    ranks.add_report(1, ImagesMoved(0, [True, False, True]))
     assert not first.done()
-    ranks.add_report(0, ImagesFetched(0, [True, True, False]))
+    ranks.add_report(0, ImagesMoved(0, [True, True, False]))
     assert first.result() == [True, False, False]
     assert not second.done()
-    ranks.add_report(0, ImagesFetched(1, [True]))
+    ranks.add_report(0, ImagesMoved(1, [True]))
     assert second.result() == [True]
+
+
+def test_an_image_is_written_where_every_rank_wrote_it() -> None:
+    commands: list[RankCommand] = []
+    ranks = RanksImages(2, commands.append)
+    stored = ranks.store(IMAGES)
+    assert commands == [StoreImages(0, IMAGES)]
+    ranks.add_report(0, ImagesMoved(0, [True, False, True]))
+    ranks.add_report(1, ImagesMoved(0, [True, True, False]))
+    assert stored.result() == [True, False, False]
 
 
 def test_counts_are_those_that_each_rank_told_last() -> None:
