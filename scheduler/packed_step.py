@@ -43,13 +43,11 @@ class PackedStep:
         """[R] which rows get a token."""
         self._expected = expected
 
-    def write(
-        self, admitted: Iterable[int], appended: list[tuple[int, int]], proposals: IntArray
-    ) -> tuple[StepPlan, InFlightStep]:
-        """Count the step as scheduled. `admitted` rows are new with it; no plan has had the (row, block) pairs in
-        `appended`; a draft model makes `proposals` [R] tokens, or none for anybody."""
+    def write(self, admitted: Iterable[int], proposals: IntArray) -> tuple[StepPlan, InFlightStep]:
+        """Count the step as scheduled. `admitted` rows are new with it; a draft model makes `proposals` [R] tokens, or
+        none for anybody. Rows get their blocks also where the step leaves them out: no later plan has these again."""
         running, rows, samples = self._running, self.rows, self.samples
-        appended = [pair for pair in appended if self._counts[pair[0]]]
+        appended, running.appended = running.appended, []
         num_logits = self._num_logits()
         new = tuple([running.new_sequence(row) for row in admitted])
         running.scheduled[rows], running.expected[rows] = self.ends, self._expected + samples

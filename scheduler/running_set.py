@@ -109,6 +109,8 @@ class RunningSet:
         """The sequence that was last found not to fit, and the blocks that were to be had then."""
         self._free = list(range(size))  # a heap
         self.closed_rows: list[int] = []  # freed since the last plan
+        self.appended: list[tuple[int, int]] = []
+        """(row, block) pairs of running rows that no plan has had yet."""
         self.started: list[tuple[int, int]] = []
         """(key, prompt tokens found in the prefix cache) of sequences first admitted since the last updates."""
         self.totals = EngineTotals()
@@ -154,6 +156,7 @@ class RunningSet:
         row = sequence.row = heappop(self._free)
         spec, cached = sequence.spec, table.cached
         self.sequences[row], self.tables[row] = sequence, table
+        self.appended.extend((row, block) for block in table.blocks)
         self.keys[row] = spec.key
         self.stops[row] = spec.stop_token_ids
         self.outputs[row] = sequence.outputs
@@ -206,14 +209,15 @@ class RunningSet:
         parts = spec.adapter, snapshot, embedded, shift, spec.encoded
         return NewSequence(row, known, computed, sampling, len(spec.prompt), *parts)
 
-    def extend(self, row: int, end: int) -> list[int] | None:
-        """Let the row's table hold `end` tokens; the blocks that are new, or None where too few are free."""
+    def extend(self, row: int, end: int) -> bool:
+        """Let the row's table hold `end` tokens, if so many blocks are free."""
         table = self.tables[row]
         before = len(table.blocks)
         if not self.cache.extend(table, end):
-            return None
+            return False
         self.capacity[row] = self.cache.spans_of(table) * self.cache.block_size
-        return table.blocks[before:]
+        self.appended.extend((row, block) for block in table.blocks[before:])
+        return True
 
     def slide(self) -> None:
         """Give up blocks that are behind the window of all tokens to come."""
@@ -236,6 +240,8 @@ class RunningSet:
         self.next_slide_at[row] = UNLIMITED
         self.prefilling.discard(row)
         self.releasing.add(row)
+        if self.appended:
+            self.appended = [pair for pair in self.appended if pair[0] != row]
         if self.sequences[row].spec.constrained:
             self.constrained.stop(row)
         self.release_settled((row,))
@@ -315,6 +321,7 @@ class RunningSet:
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
+        assert all(self.running[row] for row, _ in self.appended), "a row that left gets blocks"
         if self.states is not None:
             saves = [save for flight in self.in_flight for save in flight.saves]
             drafts = {row: number for flight in self.in_flight for row, number in flight.drafts.items()}

@@ -68,7 +68,6 @@ class StepPacker:
         self._counts = np.maximum(np.minimum(rows.expected, rows.decode_limit), rows.scheduled) - rows.scheduled
         self._budget_left = config.max_num_batched_tokens
         self._work = StepWork()  # everything it computes so far
-        self._appended: list[tuple[int, int]] = []  # (row, block) pairs that no plan has had yet
         self._admitted_rows: list[int] = []  # they left enough blocks for the others: never preempted in the same step
         self._drafts: dict[int, list[int]] = {}  # tokens that rows are to verify
         # No sequence is admitted while a row lacks blocks, or the next one must compute more together than is left.
@@ -83,8 +82,8 @@ class StepPacker:
         packed = PackedStep(self._rows, self._step, self._work, self._counts, self._drafts)
         if not len(packed.rows):
             return None
-        proposals = NO_ROWS if self._drafting is None else self._drafting.plan_proposals(packed, self._extend)
-        return packed.write(self._admitted_rows, self._appended, proposals)
+        proposals = NO_ROWS if self._drafting is None else self._drafting.plan_proposals(packed)
+        return packed.write(self._admitted_rows, proposals)
 
     def wait_reason(self) -> SequenceState:
         """What a sequence that is still in line after `pack` waits for."""
@@ -274,7 +273,6 @@ class StepPacker:
         calm = sequence.has_media_after(table.cached)
         sequence.long_prompt = self._prefill.is_long_prompt(missing, table.cached, calm)
         self._admitted_rows.append(row)
-        self._appended.extend((row, block) for block in table.blocks)
         self._add_chunk(lane, row, missing)
 
     def _tokens_to_come(self, sequence: Sequence) -> int:
@@ -309,16 +307,10 @@ class StepPacker:
         if not self._counts[row]:
             return
         end = int(self._rows.scheduled[row] + self._counts[row])
-        while not self._extend(row, end):
+        while not self._rows.extend(row, end):
             if not self._make_room(row, self._cache.missing_blocks(self._rows.tables[row], end)):
                 self._set_count(row, 0)
                 return
-
-    def _extend(self, row: int, end: int) -> bool:
-        """Let the row's table hold `end` tokens, if so many blocks are free."""
-        blocks = self._rows.extend(row, end)
-        self._appended.extend((row, block) for block in blocks or ())
-        return blocks is not None
 
     def _make_room(self, row: int, missing: int) -> bool:
         """Preempt the youngest running row of the lowest class for `missing` blocks. False: the row itself was it, or

@@ -3,7 +3,7 @@
 The one object that the scheduler asks about drafts, where there is speculation.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -78,9 +78,9 @@ class StepDrafts:
         spans = cache.free_blocks // cache.span_blocks
         return min(most, held - end + cache.block_size * max(spans - rows.num_running, 0))
 
-    def plan_proposals(self, packed: PackedStep, extend: Callable[[int, int], bool]) -> IntArray:
+    def plan_proposals(self, packed: PackedStep) -> IntArray:
         """How many tokens the draft model proposes for each chosen row's next step. The row gets blocks for them now,
-        by `extend`, even if all drafts of this step are right. The model goes along with half-computed prompts."""
+        even if all drafts of this step are right. The model goes along with half-computed prompts."""
         speculation = self._speculation
         if not (speculation.draft_model and speculation.asks_draft_model):
             return NO_ROWS
@@ -97,7 +97,7 @@ class StepDrafts:
             lengths[index] = length
             if packed.samples[index] and length:
                 lengths[index] = max(self._room_after(row, end, length), 0)
-                extend(row, end + int(lengths[index]))
+                rows.extend(row, end + int(lengths[index]))
         return lengths if lengths.any() else NO_ROWS
 
     def take_result(

@@ -9,6 +9,8 @@ import pytest
 from charonia.kvcache.layer_groups import ONE_GROUP, LayerGroups
 from charonia.kvcache.manager import KVCacheManager
 from charonia.scheduler.config import SchedulerConfig
+from charonia.scheduler.packed_step import PackedStep
+from charonia.scheduler.plan import NO_ROWS, StepWork
 from charonia.scheduler.scheduler import Scheduler
 from charonia.scheduler.sequence import SequenceSpec
 
@@ -236,3 +238,22 @@ def test_evicted_blocks_come_back_from_the_host(ahead: int) -> None:
     assert totals.prefix_hits == 2 * 36
     assert totals.restored >= 2 * 28
     assert computed[2:] == [each - 36 for each in computed[:2]]
+
+
+def test_a_row_that_a_step_leaves_out_keeps_the_blocks_that_it_got() -> None:
+    """As one whose drafts find no room: no later plan would have these blocks."""
+    one = trial(blocks=16)
+    one.arrive(family=0, prompt=4, new=8)
+    one.arrive(family=1, prompt=4, new=8)
+    turn(one)
+    rows = one.scheduler._rows
+    assert rows.extend(0, 8)
+    assert rows.extend(1, 8)
+    counts = np.array([0, 1, 0, 0])
+    plan, _ = PackedStep(rows, 1, StepWork(1, 4), counts, {}).write((), NO_ROWS)
+    assert plan.rows.tolist() == [1]
+    assert plan.appended.tolist() == [[row, rows.tables[row].blocks[-1]] for row in (0, 1)]
+    assert rows.appended == []
+    assert rows.extend(0, 12)
+    rows.remove(0)
+    assert rows.appended == [], "it has left"
