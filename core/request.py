@@ -121,6 +121,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """The call whose result this is, if the role is "tool"."""
     media: tuple[MediaSource, ...] = ()
     """What stands between the parts of the content, in order; empty of a message that is text alone."""
+    breaks: tuple[int, ...] = ()
+    """The offsets of newlines in the content that are none of its own: each parts a text from the next, for models that
+    want the texts by themselves."""
 
 
 class Conversation(msgspec.Struct, frozen=True, tag=True):

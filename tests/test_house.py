@@ -110,11 +110,11 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_512,
+    "core": 2_513,
     "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_620,
-    "tokenization": 4_153,
+    "tokenization": 4_189,
     "media": 1_763,
     "scheduler": 2_536,
     "engine": 32_670,
@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_262,
     "routing": 250,
     "repository": 5_110,
-    "api": 10_887,
+    "api": 10_895,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

@@ -2,9 +2,10 @@
 internet, so they see plain values only."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from msgspec.structs import replace
 
 from ..core.errors import InvalidArgument
 from ..core.regular_files import read_text
@@ -47,6 +49,8 @@ _EACH = 4
 _PROBE = "charonia-probe"
 _PART_MARKS = ("'type'", '"type"', ".type")
 """Texts one of which a template that looks for parts has."""
+_TEST_OF_NONE = re.compile(r"""content['")\]]*\s+is\s+(not\s+)?none""")
+"""What a template has that looks whether a message has content: an empty text counts as such there."""
 _END = "CHARONIA-FINAL-MESSAGE-ENDS "
 """Appended to a message that is to be continued, to find its end in the text. A template that trims messages removes
 the space."""
@@ -63,6 +67,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._name = f"{whose} chat template"
         self._field = field or "messages"
+        self._roles_of_texts: dict[str, bool] = {}
+        self._tests_none = bool(_TEST_OF_NONE.search(source))
         try:
             self._template = template_environment().compiled(source, inf if field is None else MAX_PYTHON)
         except Exception as error:  # of jinja, and of Python, which has limits of its own for what jinja makes of it
@@ -83,12 +89,25 @@ class ChatTemplate:
             alone != after_image
         )
 
-    def _try(self, content: Any) -> str:
+    def _takes_texts(self, role: str) -> bool:
+        """Whether the content of a message of that role may be a list of several texts, of which none is lost."""
+        if role not in self._roles_of_texts:
+            texts = f"{_PROBE}-1", f"{_PROBE}-2"
+            prompt = self._try([{"type": "text", "text": text} for text in texts], role)
+            is_listed = "'type'" in prompt or '"type"' in prompt
+            self._roles_of_texts[role] = not is_listed and all(text in prompt for text in texts)
+        return self._roles_of_texts[role]
+
+    def _try(self, content: Any, role: str = "user") -> str:
         """The prompt of a message with such a content; empty if the template refuses it."""
         variables = self._tokens | {"tools": None, "documents": None, "add_generation_prompt": True}
+        turns = [{"role": role, "content": content}]
+        if role != "user":
+            other = {"role": "user", "content": "x" if self.takes_text else [{"type": "text", "text": "x"}]}
+            turns = [*turns, other] if role == "system" else [other, *turns]
         try:
             with metered(WorkMeter(MAX_WORK)):
-                return self._template.render(variables, messages=[{"role": "user", "content": content}])
+                return self._template.render(variables, messages=turns)
         except (TemplateLimitExceeded, *ENVIRONMENT_FAULTS):
             return ""
 
@@ -121,24 +140,31 @@ class ChatTemplate:
 
     def _render_turns(self, conversation: Conversation, variables: Mapping[str, Any], media: MediaText | None) -> str:
         messages = conversation.messages
-        has_parts = self._has_parts(messages)
+        if conversation.continue_final_message:  # what is to be continued is one text
+            messages = *messages[:-1], replace(messages[-1], breaks=())
+            conversation = replace(conversation, messages=messages)
+        has_parts, tests_none = self._has_parts(messages), self._tests_none
+        turns = partial(_turns, conversation, has_parts=has_parts, media=media, tests_none=tests_none)
         size = sum(map(_message_size, messages)) + sum(map(_tool_size, conversation.tools))
         with metered(WorkMeter(MAX_WORK + _EACH * size)):
             try:
-                return self._template.render(variables, messages=_turns(conversation, dict, has_parts, media))
+                return self._template.render(variables, messages=turns(dict))
             except TypeError:
                 if not any(message.tool_calls for message in messages):
                     raise
                 # DeepSeek's templates put the arguments of calls together with texts.
-                return self._template.render(variables, messages=_turns(conversation, str, has_parts, media))
+                return self._template.render(variables, messages=turns(str))
 
     def _has_parts(self, messages: Sequence[ChatMessage]) -> Callable[[ChatMessage], bool]:
-        """Tells of a message whether its content goes to the template as a list of parts: those with media do, and all
-        where the template takes no texts."""
-        if any(message.media for message in messages) and self.takes_parts:
-            return (lambda message: bool(message.media)) if self.takes_text else (lambda _: True)
-        lists = any(mark in self.source for mark in _PART_MARKS) and not self.takes_text and self.takes_parts
-        return lambda _: lists
+        """Tells of a message whether its content goes to the template as a list of parts: those with media or several
+        texts do, and all where the template takes no texts."""
+        takes_media = any(message.media for message in messages) and self.takes_parts
+        knows_parts = takes_media or any(mark in self.source for mark in _PART_MARKS)
+        if knows_parts and not self.takes_text and self.takes_parts:
+            return lambda _: True
+        return lambda message: (
+            takes_media if message.media else bool(message.breaks) and self._takes_texts(message.role)
+        )
 
     def _unfinished(self, text: str, last: ChatMessage) -> str:
         """The text up to the end of its last message, without the final space if the template drops that."""
@@ -154,9 +180,11 @@ def _turns(
     arguments: type[dict[str, Any]] | type[str],
     has_parts: Callable[[ChatMessage], bool],
     media: MediaText | None,
+    tests_none: bool,
 ) -> list[dict[str, Any]]:
-    """The messages as templates expect them; the arguments of calls are objects or texts."""
-    turns = [_turn(message, arguments, has_parts(message), media) for message in conversation.messages]
+    """The messages as templates expect them; the arguments of calls are objects or texts. `tests_none`: a message of
+    calls alone has None for its content."""
+    turns = [_turn(message, arguments, has_parts(message), media, tests_none) for message in conversation.messages]
     if conversation.continue_final_message:
         _mark_end(turns[-1])
     return turns
@@ -173,10 +201,16 @@ def _mark_end(turn: dict[str, Any]) -> None:
 
 
 def _turn(
-    message: ChatMessage, arguments: type[dict[str, Any]] | type[str], has_parts: bool, media: MediaText | None
+    message: ChatMessage,
+    arguments: type[dict[str, Any]] | type[str],
+    has_parts: bool,
+    media: MediaText | None,
+    tests_none: bool,
 ) -> dict[str, Any]:
-    content: str | list[dict[str, Any]] = message.content
-    if has_parts:
+    content: str | list[dict[str, Any]] | None = message.content
+    if tests_none and message.tool_calls and not (message.content or message.media):
+        content = None
+    elif has_parts:
         content = message_parts(message)
     elif message.media:
         content = text_with_tokens(message, {} if media is None else media.tokens)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from ..core.errors import InvalidArgument
 from ..core.media import MediaKind, plural_nouns
 from ..core.request import ChatMessage, Conversation, TextWithMedia
@@ -27,13 +29,17 @@ class MediaText(NamedTuple):
 
 def message_parts(message: ChatMessage) -> list[dict[str, Any]]:
     """A message's content as chat templates for media expect it: texts, and media between them."""
+    places = [(medium.offset, medium.kind) for medium in message.media] + [(at, "") for at in message.breaks]
     parts: list[dict[str, Any]] = []
     begin = 0
-    for medium in message.media:
-        if medium.offset > begin:
-            parts.append({"type": "text", "text": message.content[begin : medium.offset]})
-            begin = medium.offset
-        parts.append({"type": medium.kind})
+    for offset, kind in sorted(places, key=lambda place: place[0]):
+        if offset > begin:
+            parts.append({"type": "text", "text": message.content[begin:offset]})
+        begin = offset
+        if kind:
+            parts.append({"type": kind})
+        else:
+            begin += 1  # the newline
     if begin < len(message.content):
         parts.append({"type": "text", "text": message.content[begin:]})
     return parts
@@ -42,7 +48,8 @@ def message_parts(message: ChatMessage) -> list[dict[str, Any]]:
 def text_with_tokens(message: ChatMessage, tokens: Mapping[MediaKind, str]) -> str:
     """The content of a message with media for a template that takes texts alone: each medium is a line with its
     token."""
-    pieces = [part.get("text") or f"{tokens.get(part['type'], '')}\n" for part in message_parts(message)]
+    parts = message_parts(replace(message, breaks=()))
+    pieces = [part.get("text") or f"{tokens.get(part['type'], '')}\n" for part in parts]
     return "".join(pieces).rstrip("\n") if not message.content else "".join(pieces)
 
 

@@ -79,7 +79,7 @@ _SOURCE = """\
     {%- endif -%}
     {%- for part in parts -%}
       {%- if part.type == 'text' -%}
-        {{- '\\n\\n' if ns.text and loop.first -}}{{- part.text -}}{%- set ns.text = true -%}
+        {{- '\\n\\n' if ns.text -}}{{- part.text -}}{%- set ns.text = true -%}
       {%- else -%}
         {{- '[IMG]' if part.type == 'image' else '[BEGIN_AUDIO][AUDIO]' -}}{%- set ns.text = false -%}
       {%- endif -%}

@@ -261,10 +261,13 @@ class ChatTurns:
             text = "\n".join(self._shown_text(inner, path) for inner, path in blocks)
             self._turns[-1].parts.append(_FAILED + text if block.is_error else text)
             return
-        if block.is_error:
-            self._turns[-1].parts.append(_FAILED.rstrip())
+        failed = _FAILED if block.is_error else ""
         for inner, path in blocks:
-            self._add_part(self._shown_part(inner, path), path)
+            part = self._shown_part(inner, path)
+            if failed and not isinstance(part, str):
+                self._turns[-1].parts.append(failed.rstrip())
+            self._add_part(failed + part if isinstance(part, str) else part, path)
+            failed = ""
 
     def _add_part(self, part: str | JsonObject, place: str) -> None:
         """Add to the last turn what the block at `place` is."""

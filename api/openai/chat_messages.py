@@ -156,7 +156,7 @@ def _message(where: str, members: Mapping[str, Any]) -> ChatMessage:
     # Templates know "system"; "developer" is OpenAI's newer word for it.
     role = "system" if role == "developer" else role
     call_id = message.tool_call_id or ""
-    return ChatMessage(role, parts.text, message.name or "", reasoning, calls, call_id, parts.media)
+    return ChatMessage(role, parts.text, message.name or "", reasoning, calls, call_id, parts.media, parts.breaks)
 
 
 class _Parts(NamedTuple):
@@ -164,6 +164,7 @@ class _Parts(NamedTuple):
 
     text: str
     media: tuple[MediaSource, ...] = ()
+    breaks: tuple[int, ...] = ()
     thoughts: str = ""
 
 
@@ -176,6 +177,7 @@ def _read_parts(where: str, parts: list[Any], role: str) -> _Parts:
     """The content of a message of parts; a text that follows another is a line of its own."""
     text = ""
     media: list[MediaSource] = []
+    breaks: list[int] = []
     thoughts: list[str] = []
     after_text = False
     for index, part in enumerate(parts):
@@ -187,9 +189,12 @@ def _read_parts(where: str, parts: list[Any], role: str) -> _Parts:
             thought = convert_fields(part, _ThinkingPart, place).thinking
             thoughts.append(content_text(place, thought, field=_THINKING))
         else:
-            text += ("\n" if after_text else "") + _part_text(place, part)
+            if after_text:
+                breaks.append(len(text))
+                text += "\n"
+            text += _part_text(place, part)
             after_text = True
-    return _Parts(text, tuple(media), "\n".join(thoughts))
+    return _Parts(text, tuple(media), tuple(breaks), "\n".join(thoughts))
 
 
 def content_text(where: str, content: Any, between: str = "\n", field: str = "content") -> str:

@@ -211,7 +211,7 @@ def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
         else:
             lines += [UNSEEN.format(_described_kind(medium)), ""]
     lines[-1] += message.content[begin:]
-    return replace(message, content="\n".join(filter(None, lines)), media=tuple(media))
+    return replace(message, content="\n".join(filter(None, lines)), media=tuple(media), breaks=())
 
 
 def _described_kind(medium: MediaSource) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import ChatMessage, Conversation, Tool, ToolCall
@@ -159,6 +160,64 @@ def test_tools_calls_and_their_results_are_given_as_templates_expect_them() -> N
         '{"type": "function", "function": {"name": "now", "description": "", "parameters": {}}}'
         'assistant:hmhm\nc1 function weather\n{"city": "Zürich"}c2 function weather\noopstool:rainc1\n'
     )
+
+
+CALLED = ChatMessage("assistant", "", tool_calls=(ToolCall("c1", "look", "{}"),))
+
+
+@pytest.mark.parametrize(
+    "name", ["message['content']", 'message["content"]', "message.content", "message.get('content')"]
+)
+@pytest.mark.parametrize("test", ["is not none", "is not  none"])
+def test_a_template_that_looks_for_content_finds_none_beside_calls(name: str, test: str) -> None:
+    """As that of DeepSeek-R1-Distill."""
+    source = f"""{{% for message in messages %}}{{% if {name} {test} %}}[{{{{ {name} }}}}]{{% endif %}}
+{{% if {name} is none %}}{{{{ message.tool_calls[0].function.name }}}}{{% endif %}}{{% endfor %}}"""
+    asked = ChatMessage("user", "Look."), CALLED
+    assert ChatTemplate(source, {}).render(Conversation(asked)) == "[Look.]look"
+    said = ChatMessage("user", ""), replace(CALLED, content="I look.")
+    assert ChatTemplate(source, {}).render(Conversation(said)) == "[][I look.]"
+
+
+def test_a_template_that_puts_content_together_with_texts_gets_a_text() -> None:
+    source = "{% if tools is none %}{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}{% endif %}"
+    assert ChatTemplate(source, {}).render(Conversation((*HELLO.messages, CALLED))) == "user:<héllo>;assistant:;"
+
+
+LISTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ '<' + part.text + '>' }}{% endif %}{% endfor %}"
+    "{% endif %};{% endfor %}"
+)
+FIRST_OF_SYSTEM = (
+    "{% if messages[0].role == 'system' and messages[0].content is not string %}{{ messages[0].content[0].text }};"
+    "{% set messages = messages[1:] %}{% endif %}"
+) + LISTS
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+IN_JSON = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content if m.content is string else m.content | tojson }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        (LISTS, "system:<a><b>;user:<c><d>;assistant:e;"),
+        (FIRST_OF_SYSTEM, "system:a\nb;user:<c><d>;assistant:e;"),
+        (PLAIN, "system:a\nb;user:c\nd;assistant:e;"),
+        (IN_JSON, "system:a\nb;user:c\nd;assistant:e;"),
+    ],
+)
+def test_texts_come_by_themselves_where_a_template_writes_all_of_them(source: str, rendered: str) -> None:
+    several = ChatMessage("system", "a\nb", breaks=(1,)), ChatMessage("user", "c\nd", breaks=(1,))
+    chat = Conversation((*several, ChatMessage("assistant", "e")))
+    assert ChatTemplate(source, {}).render(chat) == rendered
+
+
+def test_the_message_that_is_continued_is_one_text() -> None:
+    messages = ChatMessage("user", "a\nb", breaks=(1,)), ChatMessage("assistant", "c\nd", breaks=(1,))
+    chat = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
+    assert ChatTemplate(LISTS, {}).render(chat) == "user:<a><b>;assistant:c\nd"
 
 
 def test_a_template_that_wants_arguments_as_text_gets_them_so() -> None:

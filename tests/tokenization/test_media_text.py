@@ -9,7 +9,7 @@ from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
 from charonia.core.request import ChatMessage, Conversation, prompt_media
 from charonia.tokenization.chat_template import DEFAULT, ChatTemplate
-from charonia.tokenization.media_text import MediaText, expand_media
+from charonia.tokenization.media_text import MediaText, expand_media, message_parts
 from charonia.tokenization.tokenizer import Tokenizer
 
 BOTH = (
@@ -88,6 +88,33 @@ def test_a_template_gets_what_transformers_would_give_it() -> None:
     ]
     wanted = Environment(trim_blocks=True, lstrip_blocks=True).from_string(BOTH).render(messages=messages)
     assert ChatTemplate(BOTH, {}).render(TWO, TOKEN) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (BOTH, "<user>ab<see><img></see>cd</>"),
+        (LISTS, "<user><img>\nabcd</>"),
+        (TEXTS, "<user>a\nb<img>\nc\nd</>"),
+        (DEAF, "a\nb<img>\nc\nd"),
+    ],
+)
+def test_texts_beside_a_medium_are_parts_of_their_own(source: str, text: str) -> None:
+    message = ChatMessage("user", "a\nbc\nd", media=(image(3),), breaks=(1, 4))
+    assert message_parts(message) == [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "image"},
+        {"type": "text", "text": "c"},
+        {"type": "text", "text": "d"},
+    ]
+    assert ChatTemplate(source, {}).render(talk(message), TOKEN) == text
+
+
+def test_empty_texts_are_no_parts() -> None:
+    message = ChatMessage("user", "\n\na\n\nb\n", media=(image(4),), breaks=(0, 1, 3, 4, 6))
+    texts = [part.get("text", "<img>") for part in message_parts(message)]
+    assert texts == ["a", "<img>", "b"]
 
 
 def test_texts_alone_are_lists_where_the_template_takes_nothing_else() -> None:

@@ -136,6 +136,14 @@ def test_conversations_are_those_of_mistral(tmp_path: Path, version: str) -> Non
 
 
 @pytest.mark.parametrize("version", EXPECTED)
+def test_texts_of_one_message_are_apart_as_messages_are(tmp_path: Path, version: str) -> None:
+    write_tekken(tmp_path, version, None if version in ("v3", "v7") else SPECIAL_TOKENS)
+    tokenizer = Tokenizer.load(tmp_path)
+    chat = Conversation((ChatMessage("user", "More\nand more", breaks=(4,)),))
+    assert tokenizer.decode(tokenizer.prompt_ids(chat), special=True) == "<s>[INST]More\n\nand more[/INST]"
+
+
+@pytest.mark.parametrize("version", EXPECTED)
 def test_results_of_calls_with_one_id_stand_once(tmp_path: Path, version: str) -> None:
     """Ids that differ in their letters' case alone are two."""
     write_tekken(tmp_path, version)

@@ -387,22 +387,26 @@ async def test_contents_of_messages(client: httpx.AsyncClient, gateway: Any) -> 
     ]
     await client.post(CHAT, json=HI | {"messages": messages})
     told = ChatMessage("assistant", "c", "Charon"), ChatMessage("assistant", "no")
-    expected = Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "a\nb"), *told))
+    expected = Conversation((ChatMessage("system", "be brief"), ChatMessage("user", "a\nb", breaks=(1,)), *told))
     assert gateway.asked[0].prompt == expected
 
 
 async def test_parts_as_other_clients_write_them(client: httpx.AsyncClient, gateway: Any) -> None:
-    said = [{"type": "input_text", "text": "a"}, {"text": "b"}, "c", {"type": None, "text": "d"}]
+    texts = [{"type": "input_text", "text": "a"}, {"text": "b"}, "c", {"type": None, "text": "d"}]
     parts = [{"type": "text", "text": "deep"}, {"type": "text", "text": "er"}]
     answers = [
         [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "output_text", "text": "e"}],
         [{"type": "thinking", "thinking": parts, "closed": True}, "f", {"type": "thinking", "thinking": "!"}, "g"],
     ]
-    messages = [{"role": "user", "content": said}, *({"role": "assistant", "content": answer} for answer in answers)]
+    messages = [{"role": "user", "content": texts}, *({"role": "assistant", "content": answer} for answer in answers)]
     response = await client.post(CHAT, json=HI | {"messages": messages})
     assert (response.status_code, "x-charonia-warning" in response.headers) == (200, False)
-    told = ChatMessage("assistant", "e", reasoning="hm"), ChatMessage("assistant", "f\ng", reasoning="deep\ner\n!")
-    assert gateway.asked[0].prompt == Conversation((ChatMessage("user", "a\nb\nc\nd"), *told))
+    said = ChatMessage("user", "a\nb\nc\nd", breaks=(1, 3, 5))
+    told = (
+        ChatMessage("assistant", "e", reasoning="hm"),
+        ChatMessage("assistant", "f\ng", reasoning="deep\ner\n!", breaks=(1,)),
+    )
+    assert gateway.asked[0].prompt == Conversation((said, *told))
 
 
 NEUTRAL = {

@@ -103,7 +103,7 @@ async def test_a_conversation_with_calls_and_results(client: httpx.AsyncClient, 
     assert gateway.asked[0].prompt.messages == (
         ChatMessage("user", "hi"),
         ChatMessage("assistant", "", tool_calls=(ToolCall("c1", "clock", "{}"), ToolCall("c2", "get_weather", "{}"))),
-        ChatMessage("tool", "ra\nin", tool_call_id="c2"),
+        ChatMessage("tool", "ra\nin", tool_call_id="c2", breaks=(2,)),
         ChatMessage("tool", "12:00", "clock", tool_call_id="c1"),
         ChatMessage("assistant", "", reasoning="r"),
         ChatMessage("assistant", "it rains", reasoning="hm"),
