@@ -46,6 +46,11 @@ _UNSERVED = {
     "tokenization_kwargs": "texts are cut to the model's length",
 }
 """Arguments of vLLM's that encoders are not served with."""
+_UNSERVED_PROMPTS = {
+    "tokenization_kwargs": "truncate_prompt_tokens of SamplingParams cuts prompts",
+    "mm_processor_kwargs": "prompts have no images, which chat takes",
+}
+"""Likewise of `generate`."""
 _WAITING_PROMPTS = 256
 """Sequences in the engine's hands beyond those that it runs."""
 _USUAL_ROWS = 256
@@ -81,6 +86,7 @@ class LLM:
         use_tqdm: Progress = False,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        **unserved: Any,
     ) -> list[RequestOutput]:
         """The answers to prompts, in their order.
 
@@ -91,6 +97,7 @@ class LLM:
         Raises:
             CharoniaError: a prompt is refused or fails; the others are cancelled.
         """
+        _refuse(unserved, _UNSERVED_PROMPTS)
         asked = list(asked_prompts(given_prompts(prompts, priority), sampling_params))
         return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
 
@@ -102,8 +109,10 @@ class LLM:
         use_tqdm: Progress = False,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        **unserved: Any,
     ) -> list[RequestOutput]:
         """As `generate`."""
+        _refuse(unserved, _UNSERVED_PROMPTS)
         asked = list(asked_prompts(given_prompts(prompts, priority), sampling_params))
         return await self._run_from_loop(lambda: self._answer(asked, use_tqdm, lora_request))
 
@@ -344,13 +353,13 @@ def _progress(bar: Progress, total: int, what: str) -> Iterator[Callable[[], obj
         yield partial(shown.update, 1)
 
 
-def _refuse(arguments: Mapping[str, Any]) -> None:
+def _refuse(arguments: Mapping[str, Any], reasons: Mapping[str, str] = _UNSERVED) -> None:
     """Raise `Unsupported` for an argument that asks for something, and `TypeError` for one that vLLM's have not."""
     for name, value in arguments.items():
-        if name not in _UNSERVED:
+        if name not in reasons:
             raise TypeError(f"got an unexpected keyword argument '{name}'")
         if value is not None and value not in ([], {}):
-            raise Unsupported(f"{name} is not served: {_UNSERVED[name]}", field=name)
+            raise Unsupported(f"{name} is not served: {reasons[name]}", field=name)
 
 
 def _prompts_at_once(limit: int | None, given: Sequence[GivenPrompt]) -> int:

@@ -71,7 +71,7 @@ def _given(value: Any, where: str) -> GivenPrompt:
         return GivenPrompt(_ids(value, where))
     if isinstance(value, Mapping):
         known = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-        if stray := next((name for name in value if name not in known), None):
+        if stray := next((name for name in value if name not in known and value[name]), None):
             raise InvalidArgument(f"{where}.{stray} is unknown; known are {', '.join(sorted(known))}", field=where)
         salt, priority = value.get("cache_salt") or "", value.get("priority") or 0
         ids, text = value.get("prompt_token_ids"), value.get("prompt")

@@ -256,6 +256,10 @@ def test_programs_for_vllm_pass_what_asks_for_nothing(llm: charonia.LLM) -> None
         with pytest.raises(charonia.Unsupported, match=f"^{name} ") as refused:
             llm.generate([5], SamplingParams(**{name: value}))
         assert refused.value.field == name
+    [output] = llm.generate([{"prompt": "a", "multi_modal_data": None}], params, tokenization_kwargs={})
+    assert output.finished
+    with pytest.raises(charonia.Unsupported, match=r"^tokenization_kwargs is not served: truncate_prompt_tokens of"):
+        llm.generate([5], params, tokenization_kwargs={"truncation": True})
     for priority in ([1, 2], 1, ["a"]):
         with pytest.raises(charonia.InvalidArgument, match="priority must be a list of 1 integers") as wrong:
             llm.generate([5], params, priority=priority)  # type: ignore[arg-type]
