@@ -1,5 +1,6 @@
 """Our own engine as a backend: builds a language model, and says what one needs before it loads. Imports no torch."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 from ..core.backends import OnProgress, TextBackend
 from ..core.errors import CharoniaError, InvalidArgument, NotFound
 from ..core.gguf_files import GGUF_SUFFIX
+from ..core.media import plural_nouns
 from ..core.media_models import MediaPart, MediaRefusal, MediaServices, TowerSpec
 from ..core.model import MemoryNeed, ModelConfig, TextModel
 from ..processes.host import torch_has_cuda, usable_cores
@@ -27,7 +29,10 @@ from .client.model_media import ModelMedia, RowShape
 from .client.speech_tensors import SpeechLayout
 from .client.tokenizer_bundle import TokenizerBundle
 from .config import EngineConfig, LoraConfig
+from .media_options import options_without_effect
 from .options import EngineOptions, engine_config, parse_settings, read_speculation_config
+
+log = logging.getLogger(__name__)
 
 _CROWD = 4
 """Threads for each core of this machine that are refused as meant for another."""
@@ -55,18 +60,24 @@ def language_model(
         InvalidArgument: a parameter is unknown or wrong; the message names it.
     """
     config = granted_config(path, parameters, memory, gpu_memory)
-    seen = model_media(config, media)
+    seen = model_media(written.name, config, media)
     layout = SpeechLayout() if seen.transcribes else OWN_LAYOUT
     return LlmModel(written.name, written.version, config, on_progress, layout, seen)
 
 
-def model_media(config: EngineConfig, media: MediaServices | MediaRefusal | None) -> ModelMedia:
-    """What reads the media of a model's prompts."""
+def model_media(name: str, config: EngineConfig, media: MediaServices | MediaRefusal | None) -> ModelMedia:
+    """What reads the media of a model's prompts. The log names options of media that the model has no use for: they may
+    be meant for another."""
     try:
         place = locate_checkpoint(config.model)
         refusals = refused_media(place, config.media.per_prompt)
     except CharoniaError:  # which its load tells
         return ModelMedia(media if isinstance(media, MediaServices) else None)
+    services = media if isinstance(media, MediaServices) else None
+    if unused := options_without_effect(config.media, services):
+        taken = f"{plural_nouns(services.kinds)} alone" if services and services.kinds else "no images and no sounds"
+        flags = ", ".join(f"--{option.replace('_', '-')}" for option in unused)
+        log.warning("model '%s' takes %s: without effect: %s", name, taken, flags)
     if isinstance(media, MediaRefusal):
         refusals |= dict.fromkeys(media_kinds(place), media.reason)
     if not isinstance(media, MediaServices):

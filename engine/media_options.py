@@ -1,13 +1,14 @@
 """What the options say of images and sounds."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import msgspec
 
 from ..core.errors import InvalidArgument
-from ..core.media_models import MediaConfig
+from ..core.media import MediaKind
+from ..core.media_models import MediaConfig, MediaServices
 
 MEDIA_FIELDS = {
     "limit_mm_per_prompt": "per_prompt",
@@ -22,6 +23,14 @@ MEDIA_FIELDS = {
     "share_media_cache": "share_cache",
 }
 """By option, the field of `MediaConfig`."""
+_OF_ONE_KIND: Mapping[str, Set[MediaKind]] = {
+    "mm_processor_kwargs": {"image"},
+    "media_max_pixels": {"image"},
+    "media_max_seconds": {"audio"},
+}
+"""By option, the kind of media that it alone is about."""
+_OF_ENCODERS = ("media_cache_bytes", "share_media_cache")
+"""Options that encoders of texts go by, too."""
 _COUNT = re.compile(r"\s*(\w+)\s*=\s*(\d{1,6})\s*")
 _KINDS = ("image", "video", "audio")
 """Kinds that vLLM's option names; of those that are not served none may come anyway."""
@@ -45,6 +54,24 @@ def read_media_config(settings: Mapping[str, Any]) -> MediaConfig:
     if "processor_settings" in given:
         given["processor_settings"] = _json_object(given["processor_settings"], "mm_processor_kwargs")
     return MediaConfig(**given)
+
+
+def options_without_effect(config: MediaConfig, services: MediaServices | None) -> list[str]:
+    """The options that say something which a model with these services, or none, has no use for."""
+    kinds: Set[MediaKind] = frozenset() if services is None else frozenset(services.kinds)
+    usual = MediaConfig()
+    unused = []
+    for option, field in MEDIA_FIELDS.items():
+        used_by = kinds & _OF_ONE_KIND.get(option, kinds)
+        if option == "limit_mm_per_prompt":
+            # Where none may come, none does.
+            limited = {kind for kind, most in config.per_prompt.items() if most not in (0, usual.per_prompt[kind])}
+            given, used_by = bool(limited), kinds & limited
+        else:
+            given = getattr(config, field) != getattr(usual, field)
+        if given and not used_by and (services is None or option not in _OF_ENCODERS):
+            unused.append(option)
+    return unused
 
 
 def _json_object(written: str, field: str) -> str:

@@ -72,8 +72,9 @@ def vllm_model(
         log.warning("model '%s': engine arguments of vLLM without effect here: %s", written.name, reasons)
     config = build.granted_config(path, model_json.parameters, **granted)
     spec = replace(own_engine_spec(config), backend="vllm")
+    seen = build.model_media(written.name, config, media)
     layout = VLLM_LAYOUT if spec.lora is None else replace(VLLM_LAYOUT, refused={})
-    return LlmModel(written.name, written.version, spec, on_progress, layout, build.model_media(config, media))
+    return LlmModel(written.name, written.version, spec, on_progress, layout, seen)
 
 
 def memory_needed(path: str, parameters: Mapping[str, str], gpus: Sequence[int]) -> tuple[MemoryNeed, ...]:

@@ -139,5 +139,19 @@ def test_a_checkpoint_that_is_not_there_says_nothing_of_media(tmp_path: Path, mo
     (tmp_path / "preprocessor_config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     refusal = MediaRefusal("no tower.")
-    assert model_media(EngineConfig(model=str(tmp_path)), refusal).refusals == {"image": "no tower."}
-    assert model_media(EngineConfig(model=str(tmp_path / "nowhere")), refusal).refusals == {}
+    assert model_media("m", EngineConfig(model=str(tmp_path)), refusal).refusals == {"image": "no tower."}
+    assert model_media("m", EngineConfig(model=str(tmp_path / "nowhere")), refusal).refusals == {}
+
+
+def test_options_of_media_that_a_model_has_no_use_for_are_named_and_are_no_error(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"media_path": "/pictures", "mm_processor_kwargs": '{"max_pixels": 1000}', "limit_mm_per_prompt": "image=4"}
+    language_model(ModelConfig("reads", "1", "charonia"), str(checkpoint), given, lambda _: None)
+    language_model(
+        ModelConfig("bare", "1", "charonia"), str(checkpoint), {"limit_mm_per_prompt": "image=0"}, lambda _: None
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'reads' takes no images and no sounds: without effect: "
+        "--limit-mm-per-prompt, --mm-processor-kwargs, --media-path"
+    ]

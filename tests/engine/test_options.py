@@ -1,11 +1,11 @@
 """Flat names from config.pbtxt and the command line become an engine's configuration."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from charonia.core.errors import InvalidArgument
-from charonia.core.media_models import MediaConfig
+from charonia.core.media_models import MediaConfig, MediaServices
 from charonia.engine.checkpoint.quantization_config import STORED_AS
 from charonia.engine.config import (
     CacheConfig,
@@ -18,6 +18,7 @@ from charonia.engine.config import (
     SpeculationConfig,
     replica_endpoint,
 )
+from charonia.engine.media_options import MEDIA_FIELDS, options_without_effect
 from charonia.engine.options import EngineOptions, engine_config, parse_settings
 from charonia.scheduler.config import SchedulerConfig
 
@@ -206,6 +207,30 @@ def test_settings_of_a_processor_are_an_object(written: str) -> None:
         engine_config("x", EngineOptions(mm_processor_kwargs=written))
     assert refusal.value.field == "mm_processor_kwargs"
     assert engine_config("x", EngineOptions(mm_processor_kwargs="{}")).media.processor_settings == ""
+
+
+ALL_OF_MEDIA = {option: ALL[option] for option in MEDIA_FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "limit", "unused"),
+    [
+        (("image",), "image=4", ["media_max_seconds"]),
+        (("audio",), "image=4", ["limit_mm_per_prompt", "mm_processor_kwargs", "media_max_pixels"]),
+        (("audio",), "image=4,audio=2", ["mm_processor_kwargs", "media_max_pixels"]),
+        (("audio",), "image=0", ["mm_processor_kwargs", "media_max_pixels"]),
+        (("image", "audio"), "image=4", []),
+        ((), "image=4", [*(set(ALL_OF_MEDIA) - {"media_cache_bytes", "share_media_cache"})]),
+        (None, "image=4", [*ALL_OF_MEDIA]),
+    ],
+)
+def test_options_of_media_are_of_use_to_models_with_such(kinds: Any, limit: str, unused: list[str]) -> None:
+    given = ALL_OF_MEDIA | {"limit_mm_per_prompt": limit}
+    config = engine_config("x", parse_settings(given, EngineOptions)).media
+    encoder: Any = None
+    services = None if kinds is None else MediaServices(None, encoder, kinds)
+    assert sorted(options_without_effect(config, services)) == sorted(unused)
+    assert options_without_effect(MediaConfig(), services) == []
 
 
 def test_limits_of_media_are_by_kind() -> None:
