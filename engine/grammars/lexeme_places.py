@@ -39,10 +39,11 @@ class ReadTooFar(NamedTuple):
 
 
 class LexemePlaces:
-    """The lexemes of some rules, which refer to them as to rules. A set of lexemes is an integer with a bit for each.
-    `steps`: those of earlier calls for the grammar."""
+    """The lexemes of some rules, the first of which is the whole text's; they refer to them as to rules. A set of
+    lexemes is an integer with a bit for each. `steps`: those of earlier calls for the grammar."""
 
     def __init__(self, rules: Mapping[str, Expression], lexemes: Mapping[str, Expression], steps: int) -> None:
+        self._start = next(iter(rules))
         self.steps = steps
         self._rules = rules
         self._bytes: list[int] = []
@@ -62,16 +63,16 @@ class LexemePlaces:
         self._after = dict.fromkeys(self._first, 0)
 
     def read_too_far(self, followed: bool) -> dict[str, ReadTooFar]:
-        """The lexemes that may be read too far, each with a place. `followed`: whether any text may come after rule
-        `root`."""
+        """The lexemes that may be read too far, each with a place. `followed`: whether any text may come after
+        the first rule."""
         self._find_first()
-        self._after["root"] = 1 << len(self._names) if followed else 0
+        self._after[self._start] = 1 << len(self._names) if followed else 0
         self._find_after()
         found: dict[str, ReadTooFar] = {}
         if not any(self._after[name] for name in self._ends):
             return found
         inside = (1 << len(self._names)) - 1
-        starts = [self._first["root"]]
+        starts = [self._first[self._start]]
         known = set(starts)
         first_bytes_of = {0: 0}
         seen: set[frozenset[int]] = set()

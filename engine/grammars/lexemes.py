@@ -26,13 +26,18 @@ class _Size(NamedTuple):
 
 _LARGEST = _Size(1 << 14, 40, True)
 """What may be a lexeme."""
+_START = "the text"
+"""The rule of the whole text: no other has such a name."""
 _MOST_LETTERS = 1 << 17
 """Of all lexemes that were tried."""
 
 
-def write_rules(rules: Mapping[str, Expression], prefix: str, followed: bool) -> tuple[str, list[str]]:
-    """The name of rule `root`, and the lines of all rules in the library's dialect of Lark, whose names begin with
-    `prefix`. `followed`: whether any text may come after `root`."""
+def write_rules(
+    rules: Mapping[str, Expression], start: Expression, prefix: str, followed: bool
+) -> tuple[str, list[str]]:
+    """The name of a rule for `start`, and the lines of all rules in the library's dialect of Lark, whose names begin
+    with `prefix`. `followed`: whether any text may come after `start`."""
+    rules = {_START: start, **rules}
     try:
         plan = _Plan(rules)
         plan.cut_ambiguous(followed)
@@ -76,12 +81,12 @@ class _Plan:
         names = {rule: f"{prefix}r{number}" for number, rule in enumerate(self._needed())}
         for pattern, part in self._lexemes.items():
             names[pattern] = f"{pattern}?" if self._size(part).empty else pattern
-        return names["root"], [f"{names[rule]}: {_lark(self._rules[rule], names)}" for rule in self._needed()]
+        return names[_START], [f"{names[rule]}: {_lark(self._rules[rule], names)}" for rule in self._needed()]
 
     def _needed(self) -> list[str]:
-        """The rules that `root` needs, and itself."""
-        needed = {"root": None}
-        waiting = ["root"]
+        """The rules that are needed, that of the whole text first."""
+        needed = {_START: None}
+        waiting = [_START]
         while waiting:
             for name in references(self._rules[waiting.pop()]):
                 if name not in needed and name not in self._lexemes:

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from ...core.errors import InvalidArgument
 from ...core.request import GuidedDecoding
 from .backend import LIMITS, CompiledGrammar, GrammarLimits, GrammarMatcher, TokenMask
-from .lark_rules import write_grammar
+from .constraint_grammar import write_grammar
 from .vocabulary import Vocabulary
 
 

@@ -71,7 +71,7 @@ ACCEPTED: list[tuple[GrammarKind, str, str, str]] = [
     ("ebnf_grammar", 'start: "a" /[0-9]+/', "", "a12"),
     ("lark", f"start: <|user|> %json {SCHEMA} <|end|>", "", '<|user|>{"name": "", "n": 0}<|end|>'),
     ("structural_tag", json.dumps(OLD_TAG), "", 'text <f=a>{"name": "x", "n": 1}</f> and <f'),
-    ("structural_tag", TOOLS, "", "hm[TOOL]a12."),
+    ("structural_tag", TOOLS, "", "[TOOL]a12."),
     ("structural_tag", PARTS, "", "<t>a < b\n</t>bb/c"),
     ("structural_tag", LIST, "", "<a>,<bc>"),
     ("json_schema", SCHEMA, "</think>", 'a {"b" c</think>{"name": "x", "n": 1}'),
