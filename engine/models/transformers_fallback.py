@@ -36,12 +36,10 @@ from .transformers_attention import (
 )
 from .transformers_caches import SequenceCaches, keeps_states, sequence_caches
 from .transformers_check import verify_decoder
+from .transformers_rope import fix_longrope, original_length, refuse_rope
 from .transformers_sequences import SequenceDecoder, named_inputs, sequence_shape, step_inputs
 
 log = logging.getLogger(__name__)
-
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Rope types whose angles follow the longest sequence of a batch; our batches are packed from many sequences."""
 
 
 class TransformersDecoder:
@@ -218,7 +216,8 @@ def transformers_builder(checkpoint: Checkpoint, variant: str = "") -> Transform
     dtype = str(whole.dtype or config.dtype or checkpoint.config.get("dtype") or "float32").removeprefix("torch.")
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     kinds = architecture, config, obstacle, caches, sees
-    return TransformersBuilder(dtype, longest, default_length(longest), checkpoint.directory, *kinds, variant)
+    usual = default_length(original_length(config, longest))
+    return TransformersBuilder(dtype, longest, usual, checkpoint.directory, *kinds, variant)
 
 
 def _refusal(where: str, architecture: str, reason: str, variant: str) -> CheckpointError:
@@ -261,7 +260,6 @@ def _sees(config: Any, architecture: str) -> bool:
 def _model_class(config: Any, architecture: str, sees: bool) -> Any:
     """The class of `architecture`. Raises unless it is the language model of `config`, a decoder of plain numbers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING
     model_class: Any = classes.get(type(config), None)
@@ -279,16 +277,7 @@ def _model_class(config: Any, architecture: str, sees: bool) -> Any:
     if getattr(config, "quantization_config", None):
         method = config.to_dict()["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"its weights are quantised ({method}); supported dtypes: {', '.join(DTYPES)}")
-    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-    kinds = [rope.get("rope_type", "default") for rope in nested]
-    if wrong := [kind for kind in kinds if not isinstance(kind, str | None)]:
-        raise CheckpointError(f"rope type {wrong[0]!r} must be a name")
-    if strange := {kind for kind in kinds if kind} - {"default", *ROPE_INIT_FUNCTIONS}:
-        raise CheckpointError(f"transformers knows no rope type {', '.join(map(repr, sorted(strange)))}")
-    longest = _BATCH_DEPENDENT_ROPE.intersection(kinds)
-    if longest:
-        raise CheckpointError(f"rope type {', '.join(longest)} depends on the other sequences of a batch")
+    refuse_rope(config.get_text_config())
     return model_class
 
 
@@ -352,4 +341,5 @@ def _load(builder: TransformersBuilder, context: BuildContext, attention: str | 
         raise CheckpointError(f"tensor {min(loading_info['missing_keys'])} is missing from the weights")
     if builder.sees:
         drop_towers(model)
+    fix_longrope(model, context.max_positions)
     return model.to(context.device)
