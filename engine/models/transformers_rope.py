@@ -20,7 +20,7 @@ def refuse_rope(config: Any) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     ropes = _ropes(config)
-    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    nested: list[Mapping[str, Any]] = [rope for rope in ropes.values() if isinstance(rope, dict)]
     kinds = [_kind(rope) for rope in nested or [ropes]]
     if wrong := [kind for kind in kinds if not isinstance(kind, str | None)]:
         raise CheckpointError(f"rope type {wrong[0]!r} must be a name")
