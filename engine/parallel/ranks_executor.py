@@ -282,8 +282,9 @@ class PendingFutures(Generic[F]):
         return added
 
     def take_oldest(self) -> Future[F]:
+        """Of a result that comes after a loss, when all have failed, it is one that nobody waits for."""
         with self._lock:
-            return self._futures.popleft()
+            return self._futures.popleft() if self._futures else Future()
 
     def fail_all(self, error: CharoniaError) -> None:
         """Fail all futures, those that are added later included."""

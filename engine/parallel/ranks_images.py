@@ -69,7 +69,9 @@ class RanksImages:
                 self._totals[rank] = report.totals
             return
         with self._lock:
-            move = self._moves[report.number]
+            move = self._moves.get(report.number)
+            if move is None:
+                return  # forgotten; a rank that is still there had answered
             move.succeeded = [had and has for had, has in zip(move.succeeded, report.succeeded, strict=True)]
             move.missing_reports -= 1
             if move.missing_reports:

@@ -44,7 +44,7 @@ from charonia.engine.parallel.rank_messages import (
     decode_command,
     encode_message,
 )
-from charonia.engine.parallel.ranks_executor import RanksExecutor, tightest_capacity
+from charonia.engine.parallel.ranks_executor import PendingFutures, RanksExecutor, tightest_capacity
 from charonia.engine.worker.executor import Capacity
 from charonia.scheduler.plan import NewSequence, StepPlan, StepResult
 
@@ -372,6 +372,14 @@ def test_a_lost_rank_fails_everything_and_ends_the_others(loaded: Stage) -> None
     assert heard.wait(60)
     assert [error.message for error in told] == ["rank 1 of 2 fell over"]
     assert loaded.played.killed.is_set()
+
+
+def test_a_result_that_comes_after_a_rank_was_lost_is_nothing() -> None:
+    pending = PendingFutures[int]()
+    step, error = pending.add(), Unavailable("rank 1 of 2 fell over")
+    pending.fail_all(error)
+    pending.take_oldest().set_result(3)
+    assert step.exception() is error
 
 
 def test_who_watches_late_is_told_at_once(loaded: Stage) -> None:

@@ -46,3 +46,14 @@ def test_no_fetch_waits_for_a_lost_rank() -> None:
     ranks.forget()
     assert before.cancelled()
     assert ranks.fetch(IMAGES).cancelled()
+
+
+def test_a_report_that_comes_after_a_rank_was_lost_is_nothing() -> None:
+    """A rank that is still there had moved its share, and its report was on its way."""
+    ranks = RanksImages(2, lambda command: None)
+    move = ranks.fetch(IMAGES)
+    ranks.forget()
+    ranks.add_report(1, ImagesMoved(0, [True, True, True]))
+    ranks.add_report(1, ImagesCounted(ImageTotals(read=3)))
+    assert move.cancelled()
+    assert ranks.totals.read == 3
