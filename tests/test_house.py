@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_262,
     "routing": 250,
     "repository": 5_110,
-    "api": 10_895,
+    "api": 10_917,
     "http_workers": 2_587,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

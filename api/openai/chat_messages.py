@@ -69,7 +69,8 @@ class _Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     id: str
     function: _CalledFunction | None = None
     custom: _CustomInput | None = None
-    type: Literal["function", "custom"] = "function"
+    type: Literal["function", "custom"] | None = None
+    """None is that of a function."""
     index: int | None = None
 
 
@@ -212,12 +213,12 @@ def content_text(where: str, content: Any, between: str = "\n", field: str = "co
 def _tool_call(call: _Call, where: str) -> ToolCall:
     if not call.id:
         raise field_error(f"{where}.id", "must not be empty")
-    function, custom = call.function, call.custom
-    if call.type == "function" and function is not None and custom is None:
+    kind, function, custom = call.type or "function", call.function, call.custom
+    if kind == "function" and function is not None and custom is None:
         return ToolCall(call.id, function.name, function.arguments)
-    if call.type == "custom" and custom is not None and function is None:
+    if kind == "custom" and custom is not None and function is None:
         return ToolCall(call.id, custom.name, custom_arguments(custom.input, f"{where}.custom.input"))
-    raise field_error(f"{where}.{call.type}", "is missing, or there is the member of another type")
+    raise field_error(f"{where}.{kind}", "is missing, or there is the member of another type")
 
 
 def _reasoning(where: str, message: _Message) -> str:

@@ -167,7 +167,7 @@ def parse_tool_use(
         return use
     if choice in ("none", "auto", "required"):
         return msgspec.structs.replace(use, choice=choice)
-    if isinstance(choice, dict) and (kind := choice.get("type", "function")) in ("function", "custom"):
+    if isinstance(choice, dict) and (kind := choice.get("type") or "function") in ("function", "custom"):
         name = _tool_name(choice, "tool_choice")
         _check_known({tool.name for tool in use.tools}, name, f"tool_choice.{kind}.name")
         return msgspec.structs.replace(use, choice="required", named=name)

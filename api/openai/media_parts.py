@@ -52,7 +52,7 @@ class _RowsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class _SoundFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: str
-    format: str = ""
+    format: str | None = None
 
 
 class _SoundUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,9 +122,10 @@ def _read_sound(where: str, part: Mapping[str, Any], offset: int) -> MediaSource
         raise field_error(field, "must not be there beside input_audio")
     url = sound.audio_url.url if isinstance(sound.audio_url, _SoundUrl) else sound.audio_url or ""
     if sound.input_audio is not None:
-        if len(sound.input_audio.format) > _LONGEST_FORMAT or not sound.input_audio.format.isalnum():
+        form = sound.input_audio.format
+        if form is not None and (len(form) > _LONGEST_FORMAT or not form.isalnum()):
             raise field_error(f"{field}.format", "must be the name of a format, such as wav")
-        url = f"data:audio/{sound.input_audio.format};base64,{sound.input_audio.data}"
+        url = f"data:{'' if form is None else f'audio/{form}'};base64,{sound.input_audio.data}"
     if not (url or sound.uuid):
         raise field_error(field, "must be a URL, or a file as {data, format}")
     return MediaSource("audio", url=url, uuid=sound.uuid or "", field=field, offset=offset)
@@ -216,5 +217,5 @@ def _described(message: ChatMessage, seen: frozenset[MediaKind]) -> ChatMessage:
 
 def _described_kind(medium: MediaSource) -> str:
     """The kind of a medium and, if its URL tells, the type of its file."""
-    head = medium.url[: _LONGEST_TYPE + len("data:")].partition(";")[0]
-    return f"{medium.kind}, {head.removeprefix('data:')}" if head.startswith("data:") else medium.kind
+    scheme, _, kind = medium.url[: _LONGEST_TYPE + len("data:")].partition(";")[0].partition(":")
+    return f"{medium.kind}, {kind}" if scheme == "data" and kind else medium.kind

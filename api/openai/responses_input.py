@@ -94,6 +94,9 @@ ITEM_SHAPE = ShapeByType(
     default="message",
 )
 
+INSTRUCTIONS = "instructions"
+"""The field of a body whose text goes before its input."""
+
 MAX_ITEMS = 16384
 """Items that an input may have."""
 
@@ -114,7 +117,11 @@ class InputMessages:
         """By the place of a message in `messages`, the path of what it was made of."""
         self.content_fields: list[str] = []
         """By the place of a message in `messages`, the field of what it was made of that has its content."""
-        self._opening: list[tuple[str, str]] = []
+        self.part_origins: list[str] = []
+        """By the place of a part in the first message, the path of what it was made of, if the system said that in
+        parts."""
+        self._opening: list[tuple[str | list[JsonObject], str]] = []
+        """What the system says before anybody else, and the path of each."""
         self._calls: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._warnings: dict[str, str] = {}
@@ -124,20 +131,41 @@ class InputMessages:
         """What was left out, or could not be seen, each kind once."""
         return [f"{where}: {text}" for text, where in self._warnings.items()]
 
-    def add_instructions(self, text: str, origin: str) -> None:
-        """A text of the system's, which goes with those before it if nobody else has spoken."""
+    def add_instructions(self, content: str | list[JsonObject], origin: str) -> None:
+        """A text of the system's, or its parts, which go with those before it if nobody else has spoken."""
         if self.messages:
-            self._add(origin, {"role": "system", "content": text})
+            self._add(origin, {"role": "system", "content": content})
         else:
-            self._opening.append((text, origin))
+            self._opening.append((content, origin))
 
     def end(self) -> None:
         """Put what the system says in front; no item may follow."""
-        if self._opening:
-            texts = "\n\n".join(text for text, _ in self._opening)
-            self.messages.insert(0, {"role": "system", "content": texts})
-            self.origins.insert(0, self._opening[0][1])
-            self.content_fields.insert(0, "content")
+        if not self._opening:
+            return
+        texts = [content for content, _ in self._opening if isinstance(content, str)]
+        together = "\n\n".join(texts) if len(texts) == len(self._opening) else self._opening_parts()
+        self.messages.insert(0, {"role": "system", "content": together})
+        self.origins.insert(0, self._opening[0][1])
+        self.content_fields.insert(0, "content")
+
+    def _opening_parts(self) -> list[JsonObject]:
+        """What the system says first as the parts of one message: templates may allow one alone. An empty line parts
+        what was said apart."""
+        parts: list[JsonObject] = []
+        for content, origin in self._opening:
+            place = origin if origin == INSTRUCTIONS else f"{origin}.content"
+            if isinstance(content, str):
+                said: list[JsonObject] = [{"type": "text", "text": content}]
+                self.part_origins.append(place)
+            else:
+                said = [*content]
+                self.part_origins += [f"{place}[{index}]" for index in range(len(content))]
+            if parts and "text" in parts[-1]:
+                parts[-1] = parts[-1] | {"text": f"{parts[-1]['text']}\n"}
+            elif parts and "text" in said[0]:
+                said[0] = said[0] | {"text": f"\n{said[0]['text']}"}
+            parts += said
+        return parts
 
     def add_item(self, members: Mapping[str, Any], where: str) -> None:
         """Raises `InvalidArgument` for an item that cannot be read; `field` is its path, which begins with `where`."""
@@ -177,10 +205,10 @@ class InputMessages:
             self._turn(where, new_after=("content", "tool_calls"))["content"] = content
             if not isinstance(content, str):  # a medium that is refused is named by its place
                 self.origins[-1] = where
-        elif role != "user" and isinstance(content, str):
-            self.add_instructions(content, where)
+        elif role == "user":
+            self._add(where, {"role": "user", "content": content})
         else:
-            self._add(where, {"role": "user" if role == "user" else "system", "content": content})
+            self.add_instructions(content, where)
 
     def _add_call(self, members: Mapping[str, Any], where: str) -> None:
         call_id, arguments = (_string(members, key, where) for key in ("call_id", "arguments"))
@@ -300,7 +328,7 @@ def read_input(content: str | list[JsonObject] | None, instructions: str | None)
     """
     read = InputMessages()
     if instructions:
-        read.add_instructions(instructions, "instructions")
+        read.add_instructions(instructions, INSTRUCTIONS)
     if not content:
         raise ApiError(_NO_INPUT, 400, "missing_required_parameter", field="input")
     items = [{"role": "user", "content": content}] if isinstance(content, str) else content

@@ -250,6 +250,7 @@ def _field_names(messages: InputMessages, tools: ToolList) -> dict[str, str]:
             f"messages[{index}].content": f"{origin}.{field}"
             for index, (origin, field) in enumerate(zip(messages.origins, messages.content_fields, strict=True))
         },
+        **{f"messages[0].content[{index}]": origin for index, origin in enumerate(messages.part_origins)},
         **tools.field_names,
         "response_format.json_schema": "text.format",
         "response_format": "text.format",

@@ -81,7 +81,7 @@ class ToolList:
         return names
 
     def _add(self, tool: JsonObject, where: str) -> None:
-        kind = tool.get("type", "function")
+        kind = tool.get("type") or "function"
         match kind:
             case "function":
                 unset = {"type": "function", "parameters": None, "strict": False, "description": None}
@@ -126,7 +126,7 @@ class ToolList:
         self.echo.append(namespace | {"description": description or "", "tools": shown})
         of_all = f"Of all tools whose names begin with {model_name(name, '')}: {description}" if description else ""
         for index, tool in enumerate(tools):
-            kind, place = tool.get("type", "function"), f"{where}.tools[{index}]"
+            kind, place = tool.get("type") or "function", f"{where}.tools[{index}]"
             if kind not in ("function", "custom"):
                 self._skipped.setdefault(shortened(kind), place)
                 continue

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from charonia.api.openai.media_parts import read_medium
 from charonia.api.openai.request_parsing import parse_chat
 from charonia.core.errors import InvalidArgument
 from charonia.core.media import MediaSource
@@ -189,6 +190,14 @@ async def test_videos_are_refused_by_name(client: httpx.AsyncClient, kind: str) 
         assert (error["param"], "no model here takes videos" in error["message"]) == (field, True), error
 
 
+async def test_a_sound_need_not_name_its_format(client: httpx.AsyncClient, gateway: Any) -> None:
+    for sound in ({"data": DATA}, {"data": DATA, "format": None}):
+        part = {"type": "input_audio", "input_audio": sound}
+        assert read_medium("messages[0].content[0]", part, 0).url == f"data:;base64,{DATA}"
+        assert (await ask(client, RESPONSES, [{"role": "user", "content": [part]}])).status_code == 200
+        assert message(gateway).content == "[audio: it is here, but this model cannot read it]"
+
+
 async def test_what_is_no_part_that_may_be_here_is_told(client: httpx.AsyncClient) -> None:
     error = (await ask(client, RESPONSES, [{"role": "user", "content": [5]}])).json()["error"]
     assert error["message"] == "input[0].content[0] must be an object"
@@ -234,8 +243,7 @@ async def test_images_of_responses_are_seen_whoever_says_them(client: httpx.Asyn
     assert answer.status_code == 200
     assert "x-charonia-warning" not in answer.headers
     assert [(said.role, said.content, len(said.media)) for said in gateway.asked[-1].prompt.messages] == [
-        ("system", "be brief", 0),
-        ("system", "so it looks", 1),
+        ("system", "be brief\n\nso it looks", 1),
         ("user", "which?", 0),
         ("assistant", "", 1),
         ("user", "more", 0),
@@ -248,6 +256,34 @@ async def test_images_of_responses_are_seen_whoever_says_them(client: httpx.Asyn
         wrong[index] = wrong[index] | {"content": [{"type": "input_image", "image_url": 5}]}
         refused = (await ask(client, RESPONSES, wrong)).json()["error"]
         assert refused["param"] == f"input[{index}].content[0].image_url"
+
+
+async def test_what_the_system_says_first_is_one_message(client: httpx.AsyncClient, gateway: Any) -> None:
+    """Templates may refuse a second one, and so no answer came of a model that sees nothing either."""
+    picture, text = {"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "so it looks"}
+    given = [
+        {"role": "developer", "content": [text, picture]},
+        {"role": "system", "content": "in French"},
+        {"role": "developer", "content": [picture, text]},
+        {"role": "user", "content": "which?"},
+    ]
+    body = {"model": "seeing", "input": given, "instructions": "be brief"}
+    assert (await client.post(RESPONSES, json=body)).status_code == 200
+    opening, user = gateway.asked[-1].prompt.messages
+    assert (opening.role, user.role) == ("system", "user")
+    assert opening.content == "be brief\n\nso it looks\nin French\nso it looks"
+    assert [medium.offset for medium in opening.media] == [21, 32]
+    blind = await client.post(RESPONSES, json=body | {"model": "llm"})
+    assert "input[0].content[1]: this model takes none" in blind.headers["x-charonia-warning"]
+    unseen = "[image, image/png: it is here, but this model cannot read it]"
+    opening, _ = gateway.asked[-1].prompt.messages
+    assert opening == ChatMessage("system", f"be brief\n\nso it looks\n{unseen}\n\nin French\n\n{unseen}\nso it looks")
+    for index, place in ((0, 1), (2, 0)):
+        wrong = [*given]
+        wrong[index] = {"role": "system", "content": [text, text]}
+        wrong[index]["content"][place] = picture | {"image_url": 5}
+        refused = (await client.post(RESPONSES, json=body | {"input": wrong})).json()["error"]
+        assert refused["param"] == f"input[{index}].content[{place}].image_url"
 
 
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}

@@ -537,6 +537,14 @@ async def test_a_choice_names_tools_of_a_namespace(
     assert (request.tools.named, len(request.tools.tools)) == (named, callable_ones)
 
 
+async def test_a_tool_whose_type_is_null_is_a_function(client: httpx.AsyncClient, gateway: Any) -> None:
+    answer = await client.post(
+        PATH, json=HI | {"tools": [FIND | {"type": None}, namespace("gh", LIST | {"type": None})]}
+    )
+    assert (answer.status_code, "x-charonia-warning" in answer.headers) == (200, False), answer.text
+    assert [tool.name for tool in gateway.asked[0].tools.tools] == ["find", "gh__list"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -121,6 +121,17 @@ ANSWER = (
 CALLS = [call("clock"), call("get_weather", id="c2", function={"name": "get_weather", "arguments": '{"city":"x"}'})]
 
 
+async def test_a_type_that_is_null_is_that_of_a_function(client: httpx.AsyncClient, gateway: Any) -> None:
+    untyped = CLOCK | {"type": None}
+    choice = {"type": None, "function": {"name": "clock"}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    asked = said({"role": "assistant", "tool_calls": [call("clock", type=None)]}, result)
+    answer = await client.post(CHAT, json=HI | asked | {"tools": [untyped], "tool_choice": choice})
+    assert (answer.status_code, "x-charonia-warning" in answer.headers) == (200, False), answer.text
+    [request] = gateway.asked
+    assert (request.tools.named, request.prompt.messages[1].tool_calls[0].name) == ("clock", "clock")
+
+
 async def test_calls_and_reasoning_of_an_answer(client: httpx.AsyncClient, gateway: Any) -> None:
     gateway.chunks = ANSWER
     body = (await client.post(CHAT, json=ASKING)).json()
