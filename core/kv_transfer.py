@@ -45,7 +45,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 def parse_kv_transfer(members: Mapping[str, Any]) -> KVTransferParams | None:
     """The transfer that a body asks for, if any. Raises `InvalidArgument` for what is not one."""
     try:
-        params = msgspec.convert(members, KVTransferParams)
+        given = {name: value for name, value in members.items() if value is not None}
+        params = msgspec.convert(given, KVTransferParams)
     except msgspec.ValidationError as error:
         path, reason, *_ = describe_validation_error(error)
         raise InvalidArgument(f"{FIELD}{'.' if path else ''}{path} {reason}", field=FIELD) from None

@@ -25,7 +25,7 @@ _UNSUPPORTED_FIELDS = ("whitespace_pattern", "disable_any_whitespace", "disable_
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`, which older clients call `guided_decoding`. `backend` and `disable_fallback` choose
-    between libraries and change nothing here."""
+    between libraries and change nothing here, nor does what its own object says of that."""
 
     json: JsonText | None = None
     regex: str | None = None
@@ -38,6 +38,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     disable_additional_properties: bool | None = None
     disable_fallback: bool | None = None
     backend: str | None = None
+    _backend: str | None = None
+    _backend_was_auto: bool | None = None
 
     def constraints(self, where: str) -> list[GuidedDecoding]:
         """The constraints. `where` stands before the fields' names in errors.

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_513,
+    "core": 2_516,
     "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_620,

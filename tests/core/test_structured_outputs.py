@@ -22,6 +22,8 @@ from charonia.core.structured_outputs import make_constraint, only_constraint, p
         ({"json_object": True}, "json", ""),
         ('{"regex": "b"}', "regex", "b"),
         ({"regex": "a", "json_object": False, "backend": "xgrammar", "disable_fallback": True}, "regex", "a"),
+        ({"regex": "a", "_backend": "xgrammar", "_backend_was_auto": True}, "regex", "a"),
+        ({"regex": "a", "_backend": None, "_backend_was_auto": None}, "regex", "a"),
     ],
 )
 def test_each_kind_becomes_a_constraint(given: Any, kind: str, text: str) -> None:
