@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,13 +62,22 @@ async def test_a_limit_holds_for_the_start_of_a_process_alone() -> None:
     assert await waiting == messages.Initialized(True)
 
 
-async def test_a_process_that_does_not_start_is_ended(tmp_path: Path) -> None:
+async def test_a_process_that_does_not_start_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is over once it runs, however long the machine needs for that."""
+    wait = FirstAnswer.wait
+
+    def wait_until_it_runs(answer: FirstAnswer, start_seconds: float) -> Any:
+        assert start_seconds == 7
+        asyncio.run(until(lambda: noted(tmp_path / "pids")))
+        return wait(answer, 0)
+
+    monkeypatch.setattr(FirstAnswer, "wait", wait_until_it_runs)
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pids'}\nexec sleep 60\n")
     python.chmod(0o755)
-    settings = {"EXECUTION_ENV_PATH": str(python.parent.parent), "stub-timeout-seconds": "1"}
-    text = r"^Failed to initialize model instance 'model_0_0': its process did not start within 1 s"
+    settings = {"EXECUTION_ENV_PATH": str(python.parent.parent), "stub-timeout-seconds": "7"}
+    text = r"^Failed to initialize model instance 'model_0_0': its process did not start within 0 s"
     with pytest.raises(InvalidArgument, match=text):
         async with python_model(tmp_path, EXECUTE, parameters=settings):
             pass
