@@ -226,10 +226,10 @@ class RequestContext:
     async def in_time(self, work: Awaitable[T], timeout: float) -> T:
         """What `work` gives. Raises `RequestTimeout` when so many seconds since it arrived are over; 0 is no limit."""
         try:
-            async with asyncio.timeout(self.seconds_left(timeout) if timeout else None):
+            async with asyncio.timeout(self.seconds_left(timeout) if timeout else None) as limit:
                 return await work
-        except TimeoutError:
-            raise RequestTimeout from None
+        except TimeoutError as error:
+            raise (RequestTimeout if limit.expired() else error) from None
 
     def child(self, endpoint: str) -> "RequestContext":
         """The context of a request that this one's model makes to another model, for the same client."""

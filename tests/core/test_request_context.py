@@ -156,3 +156,15 @@ def test_usage_is_that_of_the_whole_family() -> None:
     assert context.usage == Usage(8, 9, 4)
     assert [len(each.sequences) for each in (context, child, asked)] == [1, 0, 2]
     assert (asked.tenant, asked.tenant_weight) == ("ann", 2.0)
+
+
+async def test_only_its_own_limit_is_a_timeout_of_the_request() -> None:
+    async def fail() -> None:
+        raise TimeoutError("the encoder's own")
+
+    context = RequestContext("test")
+    for limit in (0, 60):
+        with pytest.raises(TimeoutError, match="the encoder's own"):
+            await context.in_time(fail(), limit)
+    with pytest.raises(RequestTimeout):
+        await context.in_time(asyncio.Event().wait(), 1e-9)
