@@ -35,15 +35,15 @@ class CompositeModel:
         self.config = config
         self._gateway = gateway
         self._composition = composition
-        self._latency_settings = quantiles, first_response_bounds(config.raw)
-        self._metrics = ModelMetrics(LatencyMetrics(*self._latency_settings, config.decoupled))
+        latencies = LatencyMetrics(quantiles, first_response_bounds(config.raw), config.decoupled)
+        self._metrics = ModelMetrics(latencies)
         self.statistics = self._metrics.statistics
         self.count = self._metrics.record_request_end
         self._loaded = False
 
     async def load(self) -> None:
         self.config = await self._composition.load()
-        self._metrics.latencies = LatencyMetrics(*self._latency_settings, self.config.decoupled)
+        self._metrics.latencies.decoupled = self.config.decoupled
         self._loaded = True
 
     async def unload(self) -> None:

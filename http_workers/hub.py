@@ -80,9 +80,11 @@ class ControlHub:
         """Tell all workers what changed since they were told."""
         gateway, before = self.gateway, self._snapshot
         served = self.census.take()
-        # Configs are compared by identity: they are never changed, and may be large.
-        mark = *((model.number, model.latest, model.names) for model in served.models), *map(id, served.listed)
-        models = served.pickled() if before is None or mark != self._models else before.models
+        # Configs are compared by identity: they are never changed, and may be large. A loaded ensemble gets another one
+        # where it becomes decoupled, or stops to be.
+        models = ((model.number, model.latest, model.names, model.config.decoupled) for model in served.models)
+        mark = *models, *map(id, served.listed)
+        pickled = served.pickled() if before is None or mark != self._models else before.models
         self._models = mark
         self._announced = frozenset(model.number for model in served.models)
         snapshot = HubSnapshot(
@@ -92,7 +94,7 @@ class ControlHub:
             gateway.draining,
             bool(gateway.routes.served),
             gateway.shared_state.traces.may_trace,
-            models,
+            pickled,
             LogLevels.of(gateway.shared_state.logs.settings),
             gateway.shared_state.shared_memory.registered(),
             gateway.shared_state.shared_memory.registered_cuda(),

@@ -84,8 +84,9 @@ async def _plan_anew(version: ModelVersion, lookup: ModelLookup) -> bool:
     planned = loaded.model.config
     if planned.decoupled == loaded.config.decoupled or version.loaded is not loaded:
         return False
-    # Others know a config by its identity, so it is not changed in place.
-    version.loaded = replace(loaded, config=replace(planned, aliases=loaded.config.aliases))
+    # Others know a config by its identity, so it is not changed in place; who loads the ensemble meanwhile knows the
+    # loaded model by its own.
+    loaded.config = replace(planned, aliases=loaded.config.aliases)
     return True
 
 

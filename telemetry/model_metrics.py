@@ -114,13 +114,14 @@ class LatencyMetrics:
     ) -> None:
         self._summaries = [QuantileSummary(quantiles) for _ in _SUMMARIES] if quantiles else []
         self._first_response = Histogram(bounds)
-        self._decoupled = decoupled
+        self.decoupled = decoupled
+        """Whether first responses are recorded by themselves; an ensemble's steps may change that."""
 
     def record_success(self, latency: int, queued: int, timing: ExecutionTiming) -> None:
         if self._summaries:
             for summary, ns in zip(self._summaries, (latency, queued, *timing), strict=True):
                 summary.observe(ns // 1000)
-        if not self._decoupled:
+        if not self.decoupled:
             self._first_response.observe(latency / 1e6)
 
     def record_first_response(self, latency: int) -> None:

@@ -123,7 +123,7 @@ BUDGETS = {
     "routing": 250,
     "repository": 5_110,
     "api": 10_917,
-    "http_workers": 2_587,
+    "http_workers": 2_588,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,
     "extras/console": 600,

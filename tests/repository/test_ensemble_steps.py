@@ -5,8 +5,11 @@ import asyncio
 import pytest
 
 from charonia.core.errors import InvalidArgument, Unavailable
+from charonia.core.metrics import Histogram
+from charonia.ensembles.composite_model import CompositeModel
 from charonia.repository.builder import ModelBuilder
 from charonia.repository.gateway import InProcessGateway
+from charonia.repository.model_source import read_model
 from charonia.repository.response_cache import ResponseCache
 from charonia.repository.watcher import RepositoryWatcher
 
@@ -14,6 +17,16 @@ from .conftest import CONFIG, Toy, World, model_of
 
 WIDE = CONFIG.replace("dims: 1", "dims: 2")
 DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }"
+
+
+def first_responses(world: World, name: str) -> int:
+    """How many times to a first response were measured."""
+    measured = model_of(world.gateway, name).capabilities.measured
+    assert measured is not None
+    family = "nv_inference_first_response_histogram_ms"
+    [histogram] = [reading.value for reading in measured.readings() if reading.family == family]
+    assert isinstance(histogram, Histogram)
+    return sum(histogram.counts)
 
 
 @pytest.fixture
@@ -52,16 +65,48 @@ async def test_polling_has_ensembles_follow_their_steps(world: World, toys: list
     running = asyncio.create_task(world.ask("outer", wait=True))
     await asyncio.sleep(0)
     before = world.gateway.model_config("outer")
+    assert await world.ask("outer") == 5
     world.write("toy", {"1": 6}, DECOUPLED)
     await world.watcher.poll_once(world)
     assert [world.gateway.model_config(name).decoupled for name in ("inner", "outer")] == [True, True]
     assert not before.decoupled, "a config never changes"
     assert await world.ask("outer") == 6
+    assert first_responses(world, "outer") == 2, "those of before count"
     toys[0].go.set()
     assert await running == 5
     world.write("toy", {"1": 7}, CONFIG)
     await world.watcher.poll_once(world)
     assert [world.gateway.model_config(name).decoupled for name in ("inner", "outer")] == [False, False]
+    await world.gateway.lifecycle.close()
+
+
+@pytest.mark.usefixtures("two_at_once")
+async def test_a_step_that_changes_while_its_ensemble_loads_unloads_no_version_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = world.root / "inner" / "config.pbtxt"
+    world.write("inner", {"2": 0}, config.read_text() + "version_policy { all {} }")
+    assert await world.start()
+    before = model_of(world.gateway, "inner", "1")
+    load, held, go = CompositeModel.load, asyncio.Event(), asyncio.Event()
+
+    async def load_late(model: CompositeModel) -> None:
+        if not held.is_set():
+            held.set()
+            await go.wait()
+        await load(model)
+
+    monkeypatch.setattr(CompositeModel, "load", load_late)
+    world.write("inner", {"2": 22}, config.read_text())
+    loading = asyncio.create_task(world.gateway.lifecycle.load(read_model(world.root / "inner")))
+    await held.wait()
+    world.write("toy", {"1": 6}, DECOUPLED)
+    await world.gateway.lifecycle.load(read_model(world.root / "toy"))
+    go.set()
+    await loading
+    assert model_of(world.gateway, "inner", "1") is before
+    for version in ("1", "2"):
+        assert (await world.ask("inner", version), world.gateway.model_config("inner", version).decoupled) == (6, True)
     await world.gateway.lifecycle.close()
 
 
