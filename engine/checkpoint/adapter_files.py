@@ -45,15 +45,17 @@ _CHANGE_THE_BASE = ("corda", "lora_ga", "loftq", "mica", "olora", "pissa")
 """Beginnings of `init_lora_weights` with which PEFT changes the model's own weights, for which the adapter then is."""
 
 _LETTER = r"(?:[\w.-]|\\[.dw-]|\[\^?(?:[\w.-]|\\[.dw-])+\])"
-_TIMES = r"(?:[*+?]|\{\d{1,2}(?:,\d{0,2})?\})"
+_TIMES = r"(?:[*+?]|\{[1-9]\d?(?:,\d{0,2})?\})"
 _PATTERN = re.compile(rf"\^?(?:{_LETTER}{_TIMES}?|\||\((?:\?:)?|\))*\$?")
-"""Letters that repeat, and groups that don't."""
-_WHOLE_NUMBER = re.compile(rf"\\d{_TIMES}(?=\\\.|[a-zA-Z_])|\{{\d+\}}|\(\?:")
-"""What can end in one way only, and what is no repetition."""
+"""Letters that repeat, each at least once where its number is given, and groups that don't."""
+_WHOLE_NUMBER = re.compile(rf"\\d{_TIMES}(?=(?:\\\.|[a-zA-Z_])(?![*+?{{]))|\{{\d+\}}|\(\?:")
+"""What can end in one way only, since a letter that is no digit must follow, and what is no repetition."""
 _REPEATED = re.compile(r"[*+?{]")
 _MOST_PATTERNS, _MOST_PATTERN_LETTERS, _MOST_MODULE_LETTERS = 1024, 256, 512
 _MOST_REPEATS, _MOST_GROUPS = 2, 4
-"""Of a pattern: each multiplies the ways in which a module's path may be tried."""
+_MOST_CHOICES = (4096, 64, 8)
+"""Ways through the groups of a pattern, by its repetitions. Each of these three multiplies the ways in which a module's
+path may be tried."""
 
 
 class StoredMatrix(NamedTuple):
@@ -205,7 +207,11 @@ def _is_fast(pattern: str) -> bool:
     if len(pattern) > _MOST_PATTERN_LETTERS or not _PATTERN.fullmatch(pattern):
         return False
     repeats = len(_REPEATED.findall(_WHOLE_NUMBER.sub("", pattern)))
-    return repeats <= _MOST_REPEATS and pattern.count("(") <= _MOST_GROUPS
+    groups = pattern.split("(")[1:]
+    if repeats > _MOST_REPEATS or len(groups) > _MOST_GROUPS:
+        return False
+    choices = math.prod(1 + group.count("|") for group in groups)  # with what follows a group, so at least its own
+    return choices <= _MOST_CHOICES[repeats]
 
 
 def _is_number(value: object) -> TypeGuard[float]:
