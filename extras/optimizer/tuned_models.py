@@ -16,7 +16,8 @@ from ...core.model import RawConfig
 from ...repository.backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND, is_text_backend
 from ...repository.catalog import RepositoryCatalog
 from ...repository.config_io import complete_fields, config_to_text
-from ...repository.model_source import ModelSource, checkpoint_source, file_stamps, in_order_of_need, is_repository
+from ...repository.file_marks import files_mark
+from ...repository.model_source import ModelSource, checkpoint_source, in_order_of_need, is_repository
 
 
 class TunedModels(NamedTuple):
@@ -39,16 +40,19 @@ class TunedModels(NamedTuple):
     def digest(self) -> str:
         """Another one as soon as a file or a config of the models changes."""
         marks = [
-            (source.name, [version.mark or _stamps(version.path) for version in source.versions])
+            (source.name, [version.mark or _mark_of(version.path) for version in source.versions])
             for source in self.models
         ]
         return sha256(repr(marks).encode()).hexdigest()[:16]
 
 
-def _stamps(checkpoint: str) -> Hashable:
-    """The stamps of a checkpoint on its own; none of a hub id, whose files nobody changes."""
+def _mark_of(checkpoint: str) -> Hashable:
+    """The mark of a checkpoint on its own; none of a hub id, whose files nobody changes."""
     path = Path(checkpoint)
-    return tuple(file_stamps(path, path.parent)) if path.exists() else checkpoint
+    if path.is_file():
+        status = path.stat()
+        return path.name, status.st_mtime_ns, status.st_size
+    return files_mark(path) if path.exists() else checkpoint
 
 
 @contextmanager
