@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import groupby
 
 import torch
@@ -24,14 +24,20 @@ _PIECE = 1 << 15
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
-class _TargetPart:
-    """A matrix of the checkpoint, some rows and columns of which, times `factor`, are a product's outputs from `first`
-    on."""
+def matrix_runs(slices: Iterable[TensorSlice]) -> list[list[TensorSlice]]:
+    """The slices of a product in runs that an adapter has one `LoraPart` each for: neighbours of one tensor, with one
+    factor."""
+    return [list(run) for _, run in groupby(slices, lambda part: (part.name, part.factor))]
 
-    def __init__(self, slices: Sequence[TensorSlice], first: int, factor: float) -> None:
+
+class _TargetPart:
+    """A matrix of the checkpoint, some rows and columns of which, one of `matrix_runs`, are a product's outputs from
+    `first` on."""
+
+    def __init__(self, slices: Sequence[TensorSlice], first: int) -> None:
         self.shape, self._columns = slices[0].shape, slices[0].columns
         self._first = first
-        self._factor = factor
+        self._factor = slices[0].factor
         self._rows = [part.row_range for part in slices]
 
     @property
@@ -106,9 +112,9 @@ class AdapterTargets:
         self._parts: dict[str, list[tuple[int, _TargetPart]]] = {}
         for number, slices in enumerate(products):
             first = 0
-            for (name, factor), same_tensor in groupby(slices, lambda part: (part.name, part.factor)):
-                part = _TargetPart(list(same_tensor), first, factor)
-                self._parts.setdefault(name.removesuffix(".weight"), []).append((number, part))
+            for run in matrix_runs(slices):
+                part = _TargetPart(run, first)
+                self._parts.setdefault(run[0].name.removesuffix(".weight"), []).append((number, part))
                 first += part.outputs
 
     @torch.inference_mode()

@@ -1,6 +1,5 @@
 """Linear layers split over the ranks of a tensor-parallel group (arXiv 1909.08053), and what adapters add to them."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -8,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.adapter_targets import matrix_runs
 from ..checkpoint.build_context import TensorGroup, rank_slice
 from ..checkpoint.weights import TensorSlice, WeightLoader
 from ..cpu import library
@@ -95,13 +95,11 @@ def _fastest_lora(
     number: int, slices: list[TensorSlice], loader: WeightLoader
 ) -> "NativeLora | TritonLora | TorchLora":
     most = loader.context.max_lora_rank
-    outputs = Counter[str]()
-    for part in slices:
-        outputs[part.name] += len(part.row_range)
+    outputs = [sum(len(part.row_range) for part in run) for run in matrix_runs(slices)]
     if runtime.serves(loader.dtype, loader.device):
         from ..gpu.lora import TritonLora
 
-        return TritonLora(number, [*outputs.values()], most)
+        return TritonLora(number, outputs, most)
     if library.supports(loader.dtype, loader.device):
         return NativeLora(number, len(outputs) * most)
     return TorchLora(number)

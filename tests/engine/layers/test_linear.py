@@ -2,15 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from charonia.engine.checkpoint.adapter_files import read_adapter
+from charonia.engine.checkpoint.adapter_targets import AdapterTargets
 from charonia.engine.checkpoint.build_context import BuildContext
 from charonia.engine.checkpoint.weights import CheckpointWeights, TensorSlice, WeightLoader
+from charonia.engine.config import LoraConfig
 from charonia.engine.cpu import library
+from charonia.engine.layers.linear import LayerMatmul
 from charonia.engine.layers.product_matrix import LAYER, ROUTER, PackedMatmul, build_matmul
+from charonia.engine.layers.step_context import StepContext
 from charonia.engine.layers.torch_matmul import TorchInt8Matmul, onednn_packing_works, quantize_rows, torch_matmul
+from charonia.engine.step_adapters import StepAdapters
+from charonia.engine.step_batch import StepBatch
 
 NAMES = [f"model.layers.0.mlp.{one}_proj.weight" for one in ("gate", "up")]
 PIECES = [TensorSlice(name, (96, 64), slice(10, 75), slice(3, 64)) for name in NAMES]
@@ -97,3 +108,40 @@ def test_without_onednn_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> No
     assert not onednn_packing_works(torch.float32)
     monkeypatch.undo()
     onednn_packing_works.cache_clear()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_parts_of_one_matrix_that_are_scaled_apart_all_take_an_adapter(
+    device: str,
+    checkpoint: Callable[..., Path],
+    sibling: Callable[[str], ModuleType],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """Of the highest rank that there may be, whose results fill the memory between its two products; and parts that
+    another lies between."""
+    if device == "gpu":
+        request.getfixturevalue("interpreted")
+    cpu, rank, rows, path = torch.device("cpu"), 16, 5, "model.layers.0.mlp.gate_proj"
+    cuts = [(0, 30, 0.7), (30, 32, 1.3), (32, 49, 0.7), (60, 96, 1.0)]
+    pieces = [TensorSlice(f"{path}.weight", (96, 64), slice(a, b), factor=factor) for a, b, factor in cuts]
+    pieces.insert(3, TensorSlice(NAMES[1], (96, 64), slice(0, 20)))
+    whole = CheckpointWeights(checkpoint("llama"))
+    load = WeightLoader(whole, BuildContext(torch.float32, cpu, 64, max_lora_rank=rank))
+    product = LayerMatmul(load, pieces, None)
+    written = sibling("adapters.py").write_adapter(tmp_path, {path: (96, 64)}, r=rank, lora_alpha=rank)
+    files = read_adapter(str(written), LoraConfig(max_rank=rank))
+    assert load.adaptable is not None
+    adapter = AdapterTargets(load.adaptable, torch.float32, cpu, range(2), 2).prepare(files)
+    step = StepAdapters([adapter], np.array([0, rows]), np.arange(rows))
+    nothing: Any = None
+    batch = StepBatch([0], [0], [rows], torch.zeros(1, rows), torch.zeros(1, 1), 16)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+    a, b = (
+        load_file(written / "adapter_model.safetensors")[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB"
+    )
+    merged = whole.read(TensorSlice(f"{path}.weight", (96, 64))).double() + b.double() @ a.double()
+    parts = [factor * merged[first:end] for first, end, factor in cuts]
+    parts.insert(3, whole.read(pieces[3]).double())
+    found = product(x, StepContext(batch, nothing, step))
+    torch.testing.assert_close(found.double(), x.double() @ torch.cat(parts).T, rtol=1e-4, atol=1e-4)
