@@ -5,7 +5,7 @@ Knows no tensors, no rows, no steps and no requests.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +170,7 @@ class KVCacheManager:
 
     def found_tokens(self, hashes: Collection[bytes], known: int) -> int:
         """Of a prompt of `known` tokens those that a sequence could begin with without computing them."""
-        return self.found([*hashes][: (known - 1) // self.block_size]) * self.block_size
+        return self.found([*islice(hashes, (known - 1) // self.block_size)]) * self.block_size
 
     def _prefix_end(
         self, hashes: Sequence[bytes], first: int, is_cached: Callable[[bytes], bool], resumable: list[int] | None

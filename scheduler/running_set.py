@@ -1,7 +1,7 @@
 """The sequences that hold a row, as arrays indexed by row, and the steps in flight. Keeps counters; decides nothing."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -92,6 +92,8 @@ class RunningSet:
         self.outputs: list[list[int]] = [[] for _ in range(size)]  # each is its sequence's own list
         self.sequences: dict[int, Sequence] = {}
         self.tables: dict[int, BlockTable] = {}
+        self.promising: dict[bytes, set[int]] = {}
+        """Rows that have yet to compute blocks of their prompts, by the hash of the first that they did not find."""
         # Rows of one kind. Each is empty in most steps, which then touch none of it.
         self.prefilling = set[int]()  # running, and not sampled in this stay; all other running rows decode
         self.awaiting_results = set[int]()  # a result was not what later plans built on: waits until they are back
@@ -167,6 +169,8 @@ class RunningSet:
         self.next_commit_at[row] = cached + self.cache.block_size
         self.reserved_tokens[row] = reserved_tokens
         self._note_slid(row)
+        if _promises(table):
+            self.promising.setdefault(self._first_promised(table), set()).add(row)
         if self.states is not None:
             self.states.enter(row, sequence, table, self.waiting.first(FORKS_LOOKED_AT))
         self.max_in_flight[row] = 1 if spec.constrained else self.most_in_flight
@@ -208,6 +212,22 @@ class RunningSet:
         embedded, shift = spans_from(spec.embedded, computed) if spec.embedded else ((), 0)
         parts = spec.adapter, snapshot, embedded, shift, spec.encoded
         return NewSequence(row, known, computed, sampling, len(spec.prompt), *parts)
+
+    def _first_promised(self, table: BlockTable) -> bytes:
+        return table.promised[table.cached // self.cache.block_size]
+
+    def end_promises(self, row: int) -> None:
+        """The row has computed all blocks that it promised, or gives up those that are left."""
+        first = self._first_promised(self.tables[row])
+        self.promising[first].remove(row)
+        if not self.promising[first]:
+            del self.promising[first]
+
+    def promisers(self, hashes: Iterable[bytes]) -> Iterator[int]:
+        """The rows with blocks yet to compute that began within these first blocks of a prompt: whoever is to compute
+        one of them is among those."""
+        for first in filter(self.promising.__contains__, hashes):
+            yield from self.promising[first]
 
     def extend(self, row: int, end: int) -> bool:
         """Let the row's table hold `end` tokens, if so many blocks are free."""
@@ -262,6 +282,8 @@ class RunningSet:
                 self.states.leave(row)
             heappush(self._free, row)
             self.closed_rows.append(row)
+            if _promises(self.tables[row]):
+                self.end_promises(row)
             sequence, table = self.sequences.pop(row), self.tables.pop(row)
             sequence.row, sequence.preempted_at = None, int(self.computed[row])
             if self.adapters is not None:
@@ -318,6 +340,8 @@ class RunningSet:
         self.constrained.check_integrity(constrained, self.running)
         if self.adapters is not None:
             self.adapters.check_integrity(self.sequences.values())
+        promising = [(self._first_promised(table), row) for row, table in self.tables.items() if _promises(table)]
+        assert sorted(promising) == sorted((first, row) for first, rows in self.promising.items() for row in rows)
         assert self.drafting == {row for row in occupied if self.sequences[row].drafts}
         assert self.drafting == set(np.flatnonzero(self.drafts_from < UNLIMITED).tolist())
         assert self.itl_targets.keys() <= self.sequences.keys()
@@ -357,6 +381,10 @@ class RunningSet:
         assert self.slid[row] == table.slid
         assert self.computed[row] < self.next_slide_at[row]
         assert self.next_commit_at[row] == (table.committed + 1) * size
+
+
+def _promises(table: BlockTable) -> bool:
+    return table.committed < len(table.promised)
 
 
 def _counter(size: int) -> IntArray:

@@ -279,7 +279,10 @@ class Scheduler:
         committed = list[bytes]()
         for row in (rows.computed >= rows.next_commit_at).nonzero()[0].tolist():
             full = int(rows.computed[row]) // size
-            committed += self._commit(rows.sequences[row], rows.tables[row], full)
+            table, first = rows.tables[row], rows.tables[row].committed
+            committed += self._commit(rows.sequences[row], table, full)
+            if first < len(table.promised) <= table.committed:
+                rows.end_promises(row)
             rows.next_commit_at[row] = (full + 1) * size
         if flight.saves and rows.states is not None:
             rows.states.settle(flight.saves, rows.computed, rows.scheduled, rows.sequences)

@@ -249,9 +249,7 @@ class StepPacker:
 
     def _admit(self, lane: PrefillLane, sequence: Sequence) -> None:
         """Give the sequence a row and its first chunk; set it aside for a shared block or an adapter; or admit none."""
-        awaited = self._cache.awaits(sequence.hashes, sequence.shareable_tokens)
-        if awaited is not None:
-            awaited = self._cache.awaits(sequence.hashes, self._tokens_to_come(sequence))
+        awaited = self._awaited(sequence)
         if awaited is not None:
             self._waiting.set_aside(sequence, awaited)
             return
@@ -275,21 +273,34 @@ class StepPacker:
         self._admitted_rows.append(row)
         self._add_chunk(lane, row, missing)
 
-    def _tokens_to_come(self, sequence: Sequence) -> int:
-        """Its first tokens that it may share, but for those that it would compute before other rows do: they wait for
+    def _awaited(self, sequence: Sequence) -> bytes | None:
+        """The last block that the sequence waits for."""
+        hashes = sequence.hashes
+        last = self._cache.awaits(hashes, sequence.shareable_tokens)
+        if last is None:
+            return None
+        end = hashes.index(last) + 1
+        to_come = self._blocks_to_come(sequence, end)
+        return last if to_come == end else self._cache.awaits(hashes, to_come * self._cache.block_size + 1)
+
+    def _blocks_to_come(self, sequence: Sequence, end: int) -> int:
+        """Its first blocks, up to the `end`, but for those that it would compute before other rows do: they wait for
         their own turn, which may be late where they are less urgent."""
-        cached = self._cache.found_tokens(sequence.hashes, sequence.shareable_tokens)
+        hashes, rows, size = sequence.hashes, self._rows, self._cache.block_size
+        cached = self._cache.found_tokens(hashes, sequence.shareable_tokens)
         missing, calm = sequence.known - cached, sequence.has_media_after(cached)
         turn, long = self._turn(sequence, missing), self._prefill.is_long_prompt(missing, cached, calm)
-        rows, size, most = self._rows, self._cache.block_size, 0
-        for row, table in rows.tables.items():
-            other, end = rows.sequences[row], int(rows.scheduled[row])
-            shared = shared_blocks(table.promised, sequence.hashes)
-            is_late = other.long_prompt > long or turn < self._turn(other, int(rows.known[row]) - end)
+        most = 0
+        for row in rows.promisers(hashes[:end]):
+            other, computed = rows.sequences[row], int(rows.scheduled[row])
+            shared = min(shared_blocks(rows.tables[row].promised, hashes), end)
+            is_late = other.long_prompt > long or turn < self._turn(other, int(rows.known[row]) - computed)
             if is_late or not rows.running[row]:
-                shared = min(shared, (end + int(self._counts[row])) // size)
+                shared = min(shared, (computed + int(self._counts[row])) // size)
             most = max(most, shared)
-        return min(most * size + 1, sequence.shareable_tokens)
+            if most == end:
+                break
+        return most
 
     def _turn(self, sequence: Sequence, missing: int) -> tuple[int, int, int]:
         """Of a tenant's prompts, that lack so many tokens, the lowest goes on first."""

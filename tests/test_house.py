@@ -116,7 +116,7 @@ BUDGETS = {
     "kvcache": 1_620,
     "tokenization": 4_189,
     "media": 1_763,
-    "scheduler": 2_536,
+    "scheduler": 2_565,
     "engine": 32_852,
     "classic_backends": 8_985,
     "ensembles": 1_262,

@@ -1,8 +1,13 @@
 """Whoever waits for a block that another computes is no later than if it computed the block itself."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from types import FrameType
+from typing import Any
 
+import msgspec
 import pytest
 
 from charonia.scheduler.config import SchedulerConfig
@@ -78,3 +83,40 @@ def test_sharing_makes_nobody_later(seed: int) -> None:
         started.append(trial.plans - asked)
     shared, alone = started
     assert shared <= alone, f"{shared} steps, and {alone} by itself"
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of Python it runs."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_waiting_for_a_prefix_costs_nothing_for_rows_that_decode() -> None:
+    """Many wait for a prefix that one row computes: that takes no more work beside many other rows than beside few."""
+    waiting, few, many = 40, 4, 44
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=many + 2, max_num_batched_tokens=many + 160)
+    lines: list[int] = []
+    for decoding in (few, many):
+        trial = SchedulerTrial(replace(WORLD, scheduler=config))
+        for adapter in range(1, decoding + 1):
+            trial.arrive(family=0, prompt=8, new=40, adapter=adapter)
+        while trial.scheduler.waiting:
+            turn(trial)
+        turn(trial)
+        for _ in range(1 + waiting):
+            trial.arrive(family=0, prompt=100, new=1)
+        lines.append(lines_of(trial.scheduler.schedule))
+        assert trial.scheduler.waiting == waiting
+    assert lines[1] - lines[0] < waiting * (many - few)
