@@ -29,7 +29,7 @@ from .outputs import (
 from .pooling import Pooler
 from .prompts import AskedPrompt, GivenPrompt, asked_prompts, given_conversations, given_prompts
 from .requests import ENDPOINT
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, asks_for_nothing
 from .server import Server
 
 T = TypeVar("T")
@@ -358,7 +358,7 @@ def _refuse(arguments: Mapping[str, Any], reasons: Mapping[str, str] = _UNSERVED
     for name, value in arguments.items():
         if name not in reasons:
             raise TypeError(f"got an unexpected keyword argument '{name}'")
-        if value is not None and value not in ([], {}):
+        if not asks_for_nothing(value):
             raise Unsupported(f"{name} is not served: {reasons[name]}", field=name)
 
 

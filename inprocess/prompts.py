@@ -1,6 +1,6 @@
 """What programs give a language model to answer becomes requests: texts, token ids and conversations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -12,7 +12,7 @@ from ..api.openai.json_body import convert_fields
 from ..api.openai.schemas import ChatBody
 from ..core.errors import InvalidArgument
 from ..core.request import GenerateRequest, Prompt
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, asks_for_nothing
 
 _FORMS = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
 
@@ -71,11 +71,14 @@ def _given(value: Any, where: str) -> GivenPrompt:
         return GivenPrompt(_ids(value, where))
     if isinstance(value, Mapping):
         known = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-        if stray := next((name for name in value if name not in known and value[name]), None):
+        if stray := next((name for name in value if name not in known and not asks_for_nothing(value[name])), None):
             raise InvalidArgument(f"{where}.{stray} is unknown; known are {', '.join(sorted(known))}", field=where)
-        salt, priority = value.get("cache_salt") or "", value.get("priority") or 0
+        salt, priority = value.get("cache_salt"), value.get("priority")
+        salt, priority = "" if salt is None else salt, 0 if priority is None else priority
+        if not isinstance(salt, str) or type(priority) is not int:
+            raise InvalidArgument(f"{where}: cache_salt must be a string, and priority an integer", field=where)
         ids, text = value.get("prompt_token_ids"), value.get("prompt")
-        if ids is not None and _are_ids(list(ids)):
+        if isinstance(ids, Iterable) and _are_ids(list(ids)):
             return GivenPrompt(_ids(ids, where), text, priority, salt)
         if ids is None and isinstance(text, str):
             return GivenPrompt(text, text, priority, salt)
@@ -91,6 +94,8 @@ def _ids(ids: Sequence[int], where: str) -> tuple[int, ...]:
 def given_conversations(messages: Any, tools: Any = None, **template: Any) -> list[GivenPrompt]:
     """One conversation or several, each a list of messages as OpenAI has them. `template`: fields of a chat's body that
     say how they are rendered. Raises `InvalidArgument`."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise InvalidArgument("messages must be a list of messages, or a list of such lists", field="messages")
     several = messages if messages and isinstance(messages[0], Sequence) else [messages]
     fields = {"tools": tools, **template}
     parsed_tools = parse_tools(convert_fields({"messages": [], **fields}, ChatBody).tools)

@@ -14,18 +14,23 @@ from ..core.structured_outputs import only_constraint, parse_structured_outputs
 
 _MOST_CHOICES = 128
 _STRUCTURED = "structured_outputs"
-_UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None,),
-    "detokenize": (True,),
-    "extra_args": (None, {}),
-    "flat_logprobs": (False,),
-    "guided_decoding": (None,),
-    "logits_processors": (None, []),
-    "skip_reading_prefix_cache": (None, False),
+_UNSERVED: Mapping[str, bool | None] = {
+    "best_of": None,
+    "detokenize": True,
+    "extra_args": None,
+    "flat_logprobs": False,
+    "guided_decoding": None,
+    "logits_processors": None,
+    "skip_reading_prefix_cache": False,
 }
-"""Fields of vLLM's, and their values that ask for nothing."""
+"""Fields of vLLM's, and their values that ask for nothing beside None and what is empty."""
 _OWN = ("n", _STRUCTURED, "output_kind", *_UNSERVED)
 _WORDS = ("stop", "bad_words")
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """Whether a value that is not served is None or empty. An array is neither: it may have no truth value."""
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -89,7 +94,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         if not isinstance(self.n, int) or not 1 <= self.n <= _MOST_CHOICES:
             raise InvalidArgument(f"n must be between 1 and {_MOST_CHOICES}, got {self.n!r}", field="n")
         for name, nothing in _UNSERVED.items():
-            if (value := getattr(self, name)) not in nothing:
+            value = getattr(self, name)
+            if value is not nothing and not asks_for_nothing(value):
                 hint = "; see structured_outputs" if name == "guided_decoding" else ""
                 raise Unsupported(f"{name} {value!r:.100} is not served{hint}", field=name)
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _OWN}

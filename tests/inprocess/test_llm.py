@@ -22,6 +22,8 @@ from charonia.inprocess import adapters
 from charonia.inprocess.prompts import AskedPrompt, asked_prompts, given_prompts
 
 FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": VOCAB, "fake_max_model_len": 4096}
+ARRAY = np.ones((2, 3))
+"""Has no truth value."""
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +182,14 @@ class Structured:
         (lambda llm: llm.generate(3), "prompts must be a text, a list of token ids"),
         (lambda llm: llm.generate(["a", 3]), "prompts[1] must be a text"),
         (lambda llm: llm.generate({"promt": "a"}), "prompts.promt is unknown"),
+        (lambda llm: llm.generate({"prompt_embeds": ARRAY}), "prompts.prompt_embeds is unknown"),
+        (lambda llm: llm.generate(["a", {"prompt": "b", "nope": ARRAY}]), "prompts[1].nope is unknown"),
+        (lambda llm: llm.generate({"prompt": "a", "cache_salt": ARRAY}), "prompts: cache_salt must be a string"),
+        (lambda llm: llm.generate({"prompt": "a", "priority": ARRAY}), "and priority an integer"),
+        (lambda llm: llm.generate({"prompt_token_ids": 5}), "prompts must be a text"),
+        (lambda llm: llm.generate({"prompt_token_ids": ARRAY}), "prompts must be a text"),
+        (lambda llm: llm.chat(ARRAY), "messages must be a list of messages"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list of messages"),
         (lambda llm: llm.generate([[-1]]), "prompts[0]: token ids must be numbers of at least 0"),
         (lambda llm: llm.generate("a", SamplingParams(top_p=7)), "top_p must be above 0 and at most 1, got 7"),
         (lambda llm: llm.generate("a", SamplingParams(top_k="x")), "top_k must be an integer"),  # type: ignore[arg-type]
@@ -216,6 +226,7 @@ def test_what_cannot_be_answered_is_refused(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
+        ("pooling_params", ARRAY, "pooling_task says what is wanted"),
         ("pooling_params", object(), "pooling_task says what is wanted"),
         ("lora_request", "nobody", "encoders have no adapters"),
         ("truncate_prompt_tokens", 5, "texts are cut to the model's length"),
@@ -252,11 +263,16 @@ def test_programs_for_vllm_pass_what_asks_for_nothing(llm: charonia.LLM) -> None
     assert (output.metrics, output.lora_request) == (None, None)
     [output] = llm.chat([{"role": "user", "content": "a"}], params, False, None)
     assert output.finished
-    for name, value in (("detokenize", False), ("extra_args", {"a": 1}), ("logits_processors", [print])):
+    for name, value in (
+        ("detokenize", False),
+        ("extra_args", {"a": 1}),
+        ("logits_processors", [print]),
+        ("best_of", ARRAY),
+    ):
         with pytest.raises(charonia.Unsupported, match=f"^{name} ") as refused:
             llm.generate([5], SamplingParams(**{name: value}))
         assert refused.value.field == name
-    [output] = llm.generate([{"prompt": "a", "multi_modal_data": None}], params, tokenization_kwargs={})
+    [output] = llm.generate([{"prompt": "a", "multi_modal_data": None, "nope": {}}], params, tokenization_kwargs={})
     assert output.finished
     with pytest.raises(charonia.Unsupported, match=r"^tokenization_kwargs is not served: truncate_prompt_tokens of"):
         llm.generate([5], params, tokenization_kwargs={"truncation": True})
