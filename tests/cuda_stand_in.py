@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ class _Graph:
 
     def __init__(self, cuda: "StandInCuda") -> None:
         self._cuda, self._pool, self._is_captured = cuda, 0, False
+        cuda.live_graphs.add(self)
 
     def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
         cuda = self._cuda
@@ -69,11 +71,12 @@ class _Graph:
 
 class StandInCuda:
     """`devices` GPUs. `calls`: with a device, by name and index. `users`: how many graphs each pool has; `taken_from`:
-    pools that memory is taken from. `generator_waits`: for the end of a capture."""
+    pools that memory is taken from. `live_graphs`: captured or not. `generator_waits`: for the end of a capture."""
 
     def __init__(self, devices: int = 2) -> None:
         self.devices, self.calls = devices, list[tuple[str, int]]()
         self.users, self.taken_from = Counter[int](), list[int]()
+        self.live_graphs = WeakSet[_Graph]()
         self.is_capturing = self.is_invalidated = self.generator_waits = False
         self.stream = self.default_stream = _Stream(0)
         self._pools = count(1)

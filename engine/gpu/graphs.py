@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
+from traceback import clear_frames
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -251,11 +252,11 @@ class StepGraphs:
 
     def _capture(self, key: GraphKey) -> None:
         """Record the step of a bucket. What one of several ranks cannot compute or capture none of them has."""
-        failure: Exception | None = None
+        failure: str | None = None  # an error in a local would be held by its own traceback, with tensors of the step
         try:
             step, out = self._compute_first(key)
         except Exception as error:  # the step is launched kernel by kernel, which shows whether it can be computed
-            failure = error
+            failure = _release(error)
         failure = self._vote(failure)
         if failure is None:
             if self._ranks is not None:
@@ -263,7 +264,7 @@ class StepGraphs:
             try:
                 self._replays[key] = self._record(lambda: _copy(out, self._compute(step)))
             except Exception as error:
-                failure = error
+                failure = _release(error)
             failure = self._vote(failure)
         if failure is None:
             self._failures.pop(key, None)
@@ -285,20 +286,20 @@ class StepGraphs:
             self._outputs = [output.new_zeros(size) for output, size in zip(first, sizes, strict=True)]
         return step, [whole[: len(output)] for whole, output in zip(self._outputs, first, strict=True)]
 
-    def _vote(self, failure: Exception | None) -> Exception | None:
+    def _vote(self, failure: str | None) -> str | None:
         """This rank's failure, or another's."""
         if self._ranks is None or self._ranks.agree(failure is None, self._device):
             return failure
-        return failure or RuntimeError("another rank could not capture it")
+        return failure or "another rank could not capture it"
 
-    def _count_failure(self, key: GraphKey, error: Exception) -> None:
+    def _count_failure(self, key: GraphKey, failure: str) -> None:
         now = self._clock()
         self.failed_captures += 1
         failures = {failed: self._failures.get(failed, _Failures()).more(now) for failed in (key, None)}
         self._failures |= failures
-        seconds = max(failure.again for failure in failures.values()) - now
+        seconds = max(failed.again for failed in failures.values()) - now
         message = "a CUDA graph for steps of %d places could not be captured, and is tried again in %.0f s: %s"
-        log.warning(message, key.places, seconds, _first_cause(error))
+        log.warning(message, key.places, seconds, failure)
 
     def _padded_step(self, key: GraphKey) -> StaticStep:
         """The step of a bucket with padded rows alone: it changes no row."""
@@ -342,8 +343,11 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-def _first_cause(error: BaseException) -> str:
-    """What went wrong first: a capture's end reports only that something did."""
+def _release(error: BaseException) -> str:
+    """What went wrong first: a capture's end reports only that something did. All that the errors hold of the device's
+    memory, in the frames that they came through, is let go."""
+    clear_frames(error.__traceback__)
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__
+        clear_frames(error.__traceback__)
     return f"{type(error).__name__}: {error}"

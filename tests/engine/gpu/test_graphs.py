@@ -3,6 +3,7 @@
 Whatever they read on the host is as wrong here as in a graph, because a recorded step's host numbers are only bounds.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
+from weakref import ReferenceType, ref
 
 import msgspec
 import numpy as np
@@ -590,6 +592,32 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     assert (len(graphs._replays), graphs.failed_captures) == (10, 1)
     graphs.forget()
     assert not any(cuda.users.values())
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["computed", "captured"])
+def test_a_capture_that_fails_holds_no_memory(steps: int) -> None:
+    """Neither of the step that fails before anything is recorded, nor of one that fails while it is, whose error the
+    capture's end hides behind its own: not until a collection of cycles that may be minutes away."""
+    held: list[ReferenceType[Tensor]] = []
+
+    def compute(step: StaticStep) -> list[Tensor]:
+        activations = step.numbers.float()
+        held.append(ref(activations))
+        if len(held) == steps:
+            if steps == 2:
+                recorder.cuda.invalidate()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sums(step)
+
+    graphs, recorder = table(compute, lambda: 0.0)
+    gc.disable()
+    try:
+        assert graphs.capture_one()
+        assert (graphs.failed_captures, len(held)) == (1, steps)
+        assert [made() for made in held] == [None] * steps
+        assert not recorder.cuda.live_graphs
+    finally:
+        gc.enable()
 
 
 def test_what_could_not_be_captured_is_tried_again_after_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:
