@@ -77,16 +77,17 @@ class GraphBuckets(NamedTuple):
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All buckets: short contexts first, among these the plain steps, and last those with parts of prompts, whose
-        largest come first: the others have room where they had."""
-        kinds = [(False, 1), (False, self.most), (True, 1), (True, self.most)]
+        """All buckets, in the order of their captures: short contexts first, and last of these the steps with parts of
+        prompts. The largest logits come first: graphs share a pool, where a smaller buffer goes into what a larger one
+        has left, and a larger one takes memory that nobody gives back."""
+        kinds = [(False, self.most), (False, 1), (True, self.most), (True, 1)]
         kinds = [*dict.fromkeys(kinds[: 4 if self.adapters else 2])]
         return [
             GraphKey(context, adapted, most, places, prompts)
             for context in self.contexts
             for prompts in ((False, True) if self.prompts else (False,))
             for adapted, most in kinds
-            for places in (reversed(self.prompts) if prompts else self._sizes(adapted, most))
+            for places in reversed(self.prompts if prompts else self._sizes(adapted, most))
             if places > 1 or most == 1
         ]
 

@@ -505,7 +505,7 @@ def test_an_idle_engine_captures_the_rest_short_contexts_first() -> None:
 
     graphs, recorder = table(compute, lambda: 0.0)
     assert [graphs.capture_one() for _ in range(11)] == [True] * 10 + [False]
-    sizes = (1, 1), (1, 2), (1, 4), (3, 2), (3, 8)
+    sizes = (3, 8), (3, 2), (1, 4), (1, 2), (1, 1)
     assert asked[::2] == [(context, *size) for context in (16, 64) for size in sizes]
     assert recorder.captures == 10
     graphs.forget()
@@ -544,7 +544,7 @@ def test_steps_with_prompts_have_graphs_too() -> None:
     graphs = StepGraphs(compute, buckets, CPU, Recorder(), lambda: 0.0)
     while graphs.capture_next_usual() < 1.0:
         pass
-    assert [key[2:4] for key in asked[::2] if key.prompts] == [(1, 24), (1, 8), (3, 24), (3, 8)]
+    assert [key[2:4] for key in asked[::2] if key.prompts] == [(3, 24), (3, 8), (1, 24), (1, 8)]
     assert [key.prompts for key in asked] == sorted(key.prompts for key in asked)
     for counts, places in (((1, 17, 1), (0, 17, 18)), ((5,), ()), ((2, 1, 4), (0, 1, 6))):
         outputs = graphs.replay(batch(counts, 5), logits_at=torch.tensor(places, dtype=torch.int64))
@@ -558,6 +558,23 @@ def test_steps_with_prompts_have_graphs_too() -> None:
     assert graphs.eager_steps == {EagerReason.PROMPT: 2}
     graphs.compute_largest()
     assert graphs.bytes == len(buckets.keys) * GRAPH_BYTES + 4 * (8 + 24)
+
+
+LIMITS = [(256, 1, 0, 0), (20, 5, 8, 300), (300, 5, 0, 2048), (1024, 1, 4, 2048), (5000, 8, 0, 64)]
+
+
+@pytest.mark.parametrize(("rows", "most", "adapters", "prompts"), LIMITS)
+def test_the_graphs_of_a_pool_share_one_buffer_of_logits(rows: int, most: int, adapters: int, prompts: int) -> None:
+    """A pool never joins what it has taken of the device: logits that are larger than all before take more of it."""
+    buckets = GraphBuckets.of_limits(rows, 100_000, most, adapters, prompts)
+    taken: list[int] = []
+    for logits in map(buckets.logits_of, buckets.keys):
+        if all(logits > other for other in taken):
+            taken.append(logits)
+    assert taken == [buckets.lines]
+    usual = buckets.usual_keys
+    assert usual == buckets.keys[: len(usual)] or adapters
+    assert {key.most for key in usual} == {1, most}
 
 
 def test_graphs_that_were_forgotten_are_captured_again() -> None:
@@ -585,7 +602,7 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     assert cuda.stream is cuda.default_stream
     assert not cuda.taken_from
     cuda.draw()
-    assert graphs.replay(batch((1,), 5)) is not None
+    assert graphs.replay(batch((2, 1, 3), 5)) is not None
     now[0] = 2.0
     while graphs.capture_one():
         pass
@@ -671,7 +688,7 @@ def test_buckets_reach_the_limits() -> None:
     assert {key.adapted for key in buckets.keys} == {False}
     with_drafts = GraphBuckets.of_limits(20, 4096, 5)
     assert with_drafts.others == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
-    assert [key.places for key in with_drafts.keys if key.most == 5] == [*with_drafts.others[1:]]
+    assert [key.places for key in with_drafts.keys if key.most == 5] == [*with_drafts.others[:0:-1]]
     assert with_drafts.places == 100
     with_adapters = GraphBuckets.of_limits(20, 4096, 5, 8)
     assert len(with_adapters.keys) == 6 + 10 + 11 + 10
