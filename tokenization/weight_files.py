@@ -2,9 +2,7 @@
 they read headers."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,9 +13,15 @@ from .checkpoint_files import refuse_lfs_pointer
 _LARGEST_HEADER = 1 << 23
 """The most bytes of a header: some 80,000 tensors."""
 
-_LARGEST_INDEX, _MOST_TENSORS, _MOST_SHARDS = 1 << 26, 1 << 20, 1 << 13
+_LARGEST_INDEX, _MOST_TENSORS, _MOST_SHARDS = 1 << 27, 1 << 20, 1 << 13
 """The limits of an index: bytes, tensors and files. Qwen3.5-397B-A17B in GPTQ has up to 369,000 tensors: four for
-each matrix of 30,720 experts."""
+each matrix of 30,720 experts. A tensor takes some 105 bytes, so that as many as there may be have room."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What is read of an index; the rest of it takes no memory."""
+
+    weight_map: dict[str, str]
 
 
 def refuse_long_header(path: Path) -> None:
@@ -32,21 +36,21 @@ def read_weight_index(path: Path) -> dict[str, Path]:
     """The file of each tensor by an index. Raises `InvalidArgument` if it is none, takes long to read, or names a file
     outside its directory."""
     refuse_lfs_pointer(path)
-    weight_map = _read_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InvalidArgument(f"{path}: not an index of weights: it has no weight_map of file names")
+    weight_map = _read_index(path).weight_map
     shards = {name: file_within(path.parent, name) for name in dict.fromkeys(weight_map.values())}
     if len(shards) > _MOST_SHARDS:
         raise InvalidArgument(f"{path}: it names {len(shards)} files, and may name {_MOST_SHARDS} at most")
     return {tensor: shards[name] for tensor, name in weight_map.items()}
 
 
-def _read_object(path: Path) -> Mapping[str, Any]:
+def _read_index(path: Path) -> _Index:
     content = read_regular(path, _LARGEST_INDEX)
     if count_bytes(content, b":") > _MOST_TENSORS:
         raise InvalidArgument(f"{path}: it names more than {_MOST_TENSORS} tensors")
     try:
-        return msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(content, type=_Index)
+    except msgspec.ValidationError:
+        raise InvalidArgument(f"{path}: not an index of weights: it has no weight_map of file names") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not JSON: {error}") from error
 

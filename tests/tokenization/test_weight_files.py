@@ -16,6 +16,21 @@ def test_an_index_says_where_each_tensor_lies(tmp_path: Path) -> None:
     assert read_weight_index(path) == {"a": one, "b": two, "c": one}
 
 
+def test_an_index_may_be_larger_than_the_largest_published(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.dumps({"metadata": {"total_size": 5}, "weight_map": {"a": "1.safetensors"}})
+    path.write_bytes(index.encode().ljust((1 << 26) + 1))
+    assert read_weight_index(path) == {"a": tmp_path / "1.safetensors"}
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_what_is_no_index_is_told(tmp_path: Path, index: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(index)
+    with pytest.raises(InvalidArgument, match="not an index of weights"):
+        read_weight_index(path)
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"), [(369_000, "is not JSON"), ((1 << 20) + 1, "it names more than 1048576 tensors")]
 )
