@@ -242,6 +242,11 @@ class RuntimeLoader(Protocol):
         `CharoniaError` if they contradict it."""
         return raw
 
+    def file_parameters(self, directory: Path, parameters: Parameters) -> Mapping[str, str]:
+        """The parameters of a model that its files tell, whether or not its config is completed. Raises
+        `CharoniaError` if they cannot be read."""
+        return {}
+
     def interrupt_loads(self) -> None:
         """End the loads of a model that is unloaded, those to come among them, where they can be ended."""
         return

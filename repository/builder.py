@@ -45,7 +45,7 @@ from .config_validation import (
 )
 from .memory_budget import MemoryBudget, MemoryReservation
 from .model_files import read_initial_states, read_label_files, read_warmup_requests, validate_warmup_requests
-from .model_source import ModelSource, VersionSource, parameters_of, with_config_position
+from .model_source import ModelSource, VersionSource, parameters_of, with_config_position, with_parameters
 from .response_cache import CachedModel, ResponseCache
 
 log = logging.getLogger(__name__)
@@ -239,9 +239,11 @@ class ModelBuilder:
     ) -> RawConfig:
         """The config of one version of any model but a language model: completed, with its defaults, and validated."""
         completed = source.config
-        if self.auto_complete and not is_composition(source.backend):
+        if not is_composition(source.backend):
             parameters = {**self._classic_settings(source.backend), **source.parameters}
             loader = self._runtime_loader(source.backend, services)
+            completed = with_parameters(completed, loader.file_parameters(Path(version.path), parameters))
+        if self.auto_complete and not is_composition(source.backend):
             own = deepcopy(completed)  # which a package's loader may change in place
             completed = complete_fields(loader.complete(Path(version.path), own, parameters))
             if not is_written_in_python(source.backend):  # which says so itself, by set_dynamic_batching

@@ -91,6 +91,12 @@ def parameters_of(config: RawConfig) -> dict[str, str]:
     return {key: value["string_value"] for key, value in config["parameters"].items()}
 
 
+def with_parameters(config: RawConfig, found: Mapping[str, str]) -> RawConfig:
+    """The config with the parameters that were found; those that it has itself win."""
+    entries = {key: {"string_value": text} for key, text in found.items()}
+    return {**config, "parameters": entries | config["parameters"]} if found else config
+
+
 def config_position(file: Path | None, field: str) -> str:
     """The prefix "file:line: " of a message about a field, as far as there is a file and the field is found in it."""
     if file is None or not file.is_file():

@@ -110,7 +110,7 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_516,
+    "core": 2_518,
     "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_620,
@@ -118,10 +118,10 @@ BUDGETS = {
     "media": 1_763,
     "scheduler": 2_565,
     "engine": 32_855,
-    "classic_backends": 8_985,
+    "classic_backends": 8_987,
     "ensembles": 1_262,
     "routing": 250,
-    "repository": 5_110,
+    "repository": 5_115,
     "api": 10_917,
     "http_workers": 2_588,
     "extras/trtllm": 1_965,

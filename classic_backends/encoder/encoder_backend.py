@@ -121,10 +121,11 @@ class EncoderLoader(RuntimeLoader):
         if declares_tensors(raw):
             return raw
         sized = {**raw, "max_batch_size": raw.get("max_batch_size") or MAX_BATCH_SIZE}
+        return complete_config(sized, encoder_tensors(read_files(directory)), parameters)
+
+    def file_parameters(self, directory: Path, parameters: Parameters) -> Mapping[str, str]:
         files = read_files(directory)
-        if isinstance(files, CrossEncoderFiles) and files.final:
-            sized["parameters"] = {FINAL_SCORES: {"string_value": "true"}, **(raw.get("parameters") or {})}
-        return complete_config(sized, encoder_tensors(files), parameters)
+        return {FINAL_SCORES: "true"} if isinstance(files, CrossEncoderFiles) and files.final else {}
 
 
 def encoder_tensors(files: EncoderFiles) -> FoundModel:

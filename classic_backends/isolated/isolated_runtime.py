@@ -7,7 +7,7 @@ Tensors cross in shared memory, with one small message each way.
 import logging
 import os
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -105,6 +105,9 @@ class IsolatableLoader(RuntimeLoader):
             message = _first_message(process, f"the process that reads {directory}")
         assert isinstance(message, ConfigCompleted)
         return message.config
+
+    def file_parameters(self, directory: Path, parameters: Parameters) -> Mapping[str, str]:
+        return resolve_loader(self.loader).file_parameters(directory, self._read(parameters)[1])
 
     def _read(self, parameters: Parameters) -> tuple[bool, dict[str, str]]:
         """Whether a child process is chosen, and the parameters that are the backend's."""

@@ -118,6 +118,9 @@ class ToyLoader:
     def forget(self) -> None:
         pass
 
+    def file_parameters(self, directory: Path, parameters: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
     def complete(self, directory: Path, raw: Mapping[str, Any], parameters: Mapping[str, str]) -> dict[str, Any]:
         if (directory / "size").exists() and not raw["max_batch_size"]:
             return {**raw, "max_batch_size": int(parameters["default-max-batch-size"])}

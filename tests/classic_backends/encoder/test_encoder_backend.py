@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,9 @@ from charonia.classic_backends.encoder.encoder_files import Activation, CrossEnc
 from charonia.core.errors import InvalidArgument, NotFound, Unsupported
 from charonia.core.model import ModelConfig
 from charonia.core.runtime import InstancePlacement, Runtime
+from charonia.repository.builder import ModelBuilder
+from charonia.repository.model_source import read_model
+from charonia.telemetry.shared_state import ModelServices
 
 Describe = Callable[[Mapping[str, Any]], ModelConfig]
 
@@ -244,9 +247,29 @@ def test_scores_that_are_no_probabilities_are_marked(
     version: Path, making_encoders: ModuleType, problem: str | None, final: bool
 ) -> None:
     making_encoders.write_cross_encoder(version, labels=3, problem_type=problem)
-    found = ENCODER.complete(version, {"name": "encoder", "parameters": {"x": {"string_value": "y"}}}, {})
-    marks = {"final_scores": {"string_value": "true"}} if final else {}
-    assert found["parameters"] == {"x": {"string_value": "y"}, **marks}
+    assert ENCODER.file_parameters(version, {}) == ({"final_scores": "true"} if final else {})
+
+
+@pytest.mark.parametrize(
+    ("completes", "declared", "written", "final"),
+    [(True, False, "", "true"), (True, True, "", "true"), (False, True, "", "true"), (True, True, "false", "false")],
+)
+def test_scores_are_marked_whatever_the_config_declares(
+    version: Path, making_encoders: ModuleType, completes: bool, declared: bool, written: str, final: str
+) -> None:
+    making_encoders.write_cross_encoder(version, labels=3, problem_type="multi_label_classification")
+    config = 'backend: "encoder" max_batch_size: 4 '
+    if declared:
+        config += 'input { name: "text_input" data_type: TYPE_STRING dims: 1 } '
+        config += 'output { name: "score" data_type: TYPE_FP32 dims: 3 } '
+    if written:
+        config += f'parameters {{ key: "final_scores" value {{ string_value: "{written}" }} }}'
+    (version.parent / "config.pbtxt").write_text(config)
+    source, nothing = read_model(version.parent), cast(Any, None)
+    described = ModelBuilder(auto_complete=completes).describe(
+        source, source.versions[0], ModelServices(nothing, nothing)
+    )
+    assert described.parameters["final_scores"] == final
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
