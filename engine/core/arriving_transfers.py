@@ -3,7 +3,6 @@ does not come is computed, or, if the configuration wants that, ends the request
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -68,9 +67,10 @@ class ArrivingTransfers:
         scheduler: Scheduler,
         executor: Executor,
         inbox: Inbox,
+        clock: Callable[[], float],
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`make_room`: gives up a prefix that is held for another server, if there is one."""
+        """`clock`: seconds. `make_room`: gives up a prefix that is held for another server, if there is one."""
         self._make_room = make_room
         self._config = config
         self._becomes = "computed" if config.kv_load_failure_policy == "recompute" else "refused"
@@ -80,6 +80,7 @@ class ArrivingTransfers:
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
+        self._clock = clock
         self._arrivals: dict[int, Arrival] = {}
         self._line: deque[Arrival] = deque()
         self._fetching = Counter[str]()  # by tenant
@@ -112,14 +113,14 @@ class ArrivingTransfers:
             computing = self._scheduler.step_times.prompt_seconds(len(new.spec.prompt), 0)
             patience = min(max(computing, _LEAST_PATIENCE), patience)
         fetch = PrefixFetch(self._config, self._fingerprint, remote, self._names)
-        arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, time.monotonic() + patience)
+        arrival = self._arrivals[new.spec.key] = Arrival(new, fetch, self._clock() + patience)
         self._line.append(arrival)
         self._count_waits()
 
     def begin_fetches(self) -> None:
         """Begin those for which there is room, the oldest first. Who has waited for others' fetches, or for room, long
         enough leaves the line."""
-        now, room = time.monotonic(), self._room if self._line else 0
+        now, room = self._clock(), self._room if self._line else 0
         for arrival in [*self._line]:
             if arrival.fetch.cancelled:
                 self._line.remove(arrival)
@@ -166,7 +167,7 @@ class ArrivingTransfers:
 
     def _begin(self, arrival: Arrival, prefix: ArrivingPrefix) -> None:
         arrival.prefix = prefix
-        arrival.began = time.monotonic()
+        arrival.began = self._clock()
         self._fetching[arrival.new.spec.tenant] += 1
         sink = _Sink(self, arrival, prefix)
         threading.Thread(target=self._fetch, args=(arrival, sink), name="kv-transfer-fetch", daemon=True).start()
@@ -279,7 +280,7 @@ class ArrivingTransfers:
     def _end(self, arrival: Arrival, error: TransferError | None) -> None:
         self._fetching -= Counter([arrival.new.spec.tenant])  # which forgets tenants that have none
         self.received_bytes += arrival.fetch.received
-        self.seconds += time.monotonic() - arrival.began
+        self.seconds += self._clock() - arrival.began
         if arrival.settled or arrival.prefix is None:  # it waited for nothing, or is gone
             return
         if error is None:

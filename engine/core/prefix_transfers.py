@@ -52,7 +52,7 @@ class PrefixTransfers:
         if transfer.consumes:
             make_room = None if self.held is None else self.held.make_room
             self.arriving = ArrivingTransfers(
-                transfer, facts, cache, scheduler, executor, inbox, make_room or (lambda: False)
+                transfer, facts, cache, scheduler, executor, inbox, clock, make_room or (lambda: False)
             )
 
     def take(self, new: NewRequest) -> bool:

@@ -151,16 +151,32 @@ class Server:
         return self.core.inbox.call(question).result(10)
 
 
-def slow(decoder: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Steps take a while until this is set."""
-    pause, execute = threading.Event(), decoder.executor.execute
+def held_up(decoder: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until this is set, a step of one sequence alone ends when there is something to do for the loop, and not before:
+    so a sequence goes on for as long as it is to, however long that takes."""
+    goes_on, execute, inbox = threading.Event(), decoder.executor.execute, decoder.core.inbox
 
-    def execute_late(*step: Any) -> Any:
-        pause.wait(0.05)
-        return execute(*step)
+    def execute_late(plan: StepPlan, *more: Any) -> Any:
+        while len(plan.rows) == 1 and inbox._queue.empty() and not goes_on.wait(0.001):
+            pass
+        return execute(plan, *more)
 
     monkeypatch.setattr(decoder.executor, "execute", execute_late)
-    return pause
+    return goes_on
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def go_on(self, server: Server, seconds: float) -> None:
+        """After all that the server was told so far."""
+        server.ask(lambda: setattr(self, "seconds", self.seconds + seconds))
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -370,11 +386,11 @@ def test_a_request_times_out_while_its_blocks_come() -> None:
 
 
 def test_what_nobody_fetches_is_given_up_in_time() -> None:
-    now = [0.0]
-    with servers(transfer_config(hold_seconds=60), clock=lambda: now[0]) as (prefiller,):
+    clock = Clock()
+    with servers(transfer_config(hold_seconds=60), clock=clock) as (prefiller,):
         prefill(prefiller)
         assert prefiller.cache.free_blocks == BLOCKS - 10
-        now[0] = 61.0
+        clock.go_on(prefiller, 61.0)
         until(lambda: prefiller.cache.free_blocks == BLOCKS)
         assert prefiller.totals()["expired"] == 1
 
@@ -638,19 +654,20 @@ def test_who_may_not_compute_leaves_the_line_in_time(caplog: pytest.LogCaptureFi
 def test_who_may_not_compute_waits_for_room_no_longer_than_for_a_peer(
     policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = transfer_config(policy=policy, timeout_seconds=0.2)
-    with servers(transfer_config(), config, blocks=20) as (prefiller, decoder):
+    config, clock = transfer_config(policy=policy), Clock()
+    with servers(transfer_config(), config, blocks=20, clock=clock) as (prefiller, decoder):
         prefill(prefiller)
-        pause = slow(decoder, monkeypatch)
+        goes_on = held_up(decoder, monkeypatch)
         decoder.add(1, new=40, prompt=[*range(200, 237)])  # it keeps the blocks that the other lacks
         until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
         decoder.add(2, remote=RemotePrefix(*prefiller.address, "handle"))
+        clock.go_on(decoder, 5.1)
         if policy == "fail":
             until(lambda: len(decoder.refused()) == 1)
             assert decoder.refused()[0].error.error().code is ErrorCode.UNAVAILABLE
             assert "late; what did not come is refused: the cache has no room for it" in caplog.text
             assert 1 not in decoder.finished()
-        pause.set()
+        goes_on.set()
         until(lambda: 1 in decoder.finished())
         if policy == "recompute":
             until(lambda: 2 in decoder.finished())
@@ -660,22 +677,24 @@ def test_who_may_not_compute_waits_for_room_no_longer_than_for_a_peer(
 def test_one_that_fits_passes_one_that_waits_for_room_and_that_one_is_computed_in_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = transfer_config(transports=["tcp"], timeout_seconds=1)
-    with servers(config, config, blocks=32) as (prefiller, decoder):
+    config, clock = transfer_config(transports=["tcp"]), Clock()
+    with servers(config, config, blocks=32, clock=clock) as (prefiller, decoder):
         small = [*range(300, 309)]
         prefill(prefiller)
         prefill(prefiller, "small", small)
-        pause = slow(decoder, monkeypatch)
+        goes_on = held_up(decoder, monkeypatch)
         decoder.add(1, new=40, prompt=[*range(200, 285)])  # it keeps the blocks that the second lacks
         until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
         decoder.add(2, remote=RemotePrefix(*prefiller.address, "handle"))
         decoder.add(3, 2, small, remote=RemotePrefix(*prefiller.address, "small"))
         until(lambda: 3 in decoder.finished())
         assert decoder.cached(3) == 8
+        assert "late; " not in caplog.text
+        clock.go_on(decoder, 5.1)
         until(lambda: decoder.ask(lambda: decoder.scheduler.waiting) == 1)
         assert "late; what did not come is computed: the cache has no room for it" in caplog.text
         until(lambda: prefiller.ask(lambda: prefiller.transfers.held_blocks) == 0)  # it was told
-        pause.set()
+        goes_on.set()
         until(lambda: 2 in decoder.finished())
         assert decoder.tokens(2) == RIGHT
 
@@ -687,13 +706,13 @@ def test_what_running_sequences_were_promised_is_not_held_for_one_in_the_queue(
     with servers(transfer_config(), blocks=26, admission="no_evict") as (decoder,):
         decoder.add(9, 1)
         until(lambda: 9 in decoder.finished())
-        pause = slow(decoder, monkeypatch)
+        goes_on = held_up(decoder, monkeypatch)
         decoder.add(1, new=60, prompt=[*range(200, 237)])
         until(lambda: decoder.ask(lambda: decoder.scheduler.running) == 1)
         decoder.add(2, remote=RemotePrefix("127.0.0.1", 1, "handle"))
         until(lambda: decoder.ask(lambda: decoder.scheduler.waiting) == 1)
         decoder.ask(decoder.scheduler.check_integrity)
-        pause.set()
+        goes_on.set()
         until(lambda: {1, 2} <= decoder.finished().keys())
         assert decoder.tokens(1) == [*range(237, 297)]
         assert decoder.tokens(2) == RIGHT
