@@ -45,8 +45,8 @@ def regex(pattern: str) -> Part:
     return {"type": "regex", "pattern": pattern}
 
 
-def any_text() -> Part:
-    return {"type": "any_text"}
+def any_text(excludes: Sequence[str] = ()) -> Part:
+    return {"type": "any_text", "excludes": list(excludes)} if excludes else {"type": "any_text"}
 
 
 NO_MEMBERS: Mapping[str, Any] = {"type": "object", "const": {}}

@@ -96,7 +96,7 @@ class TaggedCalls:
             value = json_value(schema)
             key_end = self.json_key_end or key_end
         else:
-            value = any_text()
+            value = any_text(self._next_tags)
         line = "\n" if self.lines else ""
         begin = f"{self.key_begin}{key}{key_end}{self.value_begin and self.space}{self.value_begin}{line}"
         return tag(begin, value, f"{line}{self.value_end}{self.space}")

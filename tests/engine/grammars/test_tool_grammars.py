@@ -168,6 +168,19 @@ def test_content_of_any_kind_or_calls(recorded: Any, kind: Any, text: str, good:
     assert not accepts(constraint, "Hello")
 
 
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [("a </function> b", True), ("a\n</function>", False), ("a\n<parameter=b>", False), ("a\n</p", True)],
+)
+def test_a_value_has_no_text_that_would_end_it(value: str, allowed: bool) -> None:
+    tool = Tool("now", parameters='{"properties": {"a": {"type": "string"}}, "required": ["a"]}')
+    constraint = tool_constraint(TOOL_FORMATS["qwen3_coder"], ToolUse((tool,), "required"))
+    assert constraint is not None
+    matcher = checking_backend({}).compile(constraint).matcher()
+    text = f"<tool_call>\n<function=now>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    assert (matcher.accept([*text.encode()]) and matcher.complete) is allowed
+
+
 def test_a_users_grammar_stands_alone_where_no_tool_may_be_called(recorded: Any) -> None:
     assert tool_constraint(HERMES, ToolUse(recorded.USE.tools, "none"), NUMBER) is NUMBER
     with pytest.raises(InvalidArgument, match="kind lark can't be combined"):
