@@ -37,6 +37,8 @@ from .backend_registry import (
 from .config_defaults import enable_default_batching, fill_defaults
 from .config_io import complete_fields, v2_datatype
 from .config_validation import (
+    ignored_field_message,
+    ignored_fields,
     is_decoupled,
     is_response_cache_enabled,
     refuse_unsupported_fields,
@@ -45,7 +47,15 @@ from .config_validation import (
 )
 from .memory_budget import MemoryBudget, MemoryReservation
 from .model_files import read_initial_states, read_label_files, read_warmup_requests, validate_warmup_requests
-from .model_source import ModelSource, VersionSource, parameters_of, with_config_position, with_parameters
+from .model_source import (
+    ModelSource,
+    VersionSource,
+    config_position,
+    find_misnamed_versions,
+    parameters_of,
+    with_config_position,
+    with_parameters,
+)
 from .response_cache import CachedModel, ResponseCache
 
 log = logging.getLogger(__name__)
@@ -251,6 +261,14 @@ class ModelBuilder:
         completed = self._fill_defaults(completed)
         validate_config(completed, usable_gpus())
         return completed
+
+    def log_ignored_fields(self, source: ModelSource, made: Sequence[RawConfig]) -> None:
+        """Warn of what a source has and nothing looks at; `made`: the configs of its versions. Blocks as `prepare`."""
+        for folder in () if source.directory is None else find_misnamed_versions(source.directory):
+            log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
+        for path in ignored_fields(source.config, self.cache is not None, made, self.limiter is not None):
+            position = config_position(source.config_file, path)
+            log.warning("%smodel '%s': %s", position, source.name, ignored_field_message(path))
 
     def _runtime_loader(self, backend: str, services: ModelServices | None = None) -> RuntimeLoader:
         return classic_runtime_loader(backend, self.backend_directory, services)

@@ -1,10 +1,11 @@
 """The marks of files: a digest of their names, sizes and times, which another one tells a change by."""
 
 import os
-from collections import deque
-from collections.abc import Collection
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 _MOST_FILES = 10_000
 """The files of a directory whose sizes and times are looked at. Of a folder that would be more than these only the
@@ -16,11 +17,47 @@ _MOST_FOLDERS = 10_000
 _BYTECODE = "__pycache__"
 """Python writes it beside what it imports, so each load would be a change."""
 
+EntryMarks: TypeAlias = tuple[tuple[str, bytes], ...]
 
-def files_mark(directory: Path, skipped: Collection[str] = ()) -> bytes:
-    """The mark of everything in a directory, but for the entries `skipped`; links are followed, and each folder is
-    looked at once. Raises `OSError` if the directory cannot be read; what cannot be read in it is left out."""
+
+class SourceMark(NamedTuple):
+    """The mark of a version: of all that it is made from."""
+
+    place: str
+    config: str
+    files: bytes
+    beside: EntryMarks
+    """Of what lies beside the versions."""
+
+    unique: object = None
+    """An object of its own for a mark that equals no other."""
+
+
+def changed_entries(before: EntryMarks, after: EntryMarks) -> frozenset[str]:
+    """The names of entries that came, went or changed."""
+    return frozenset(name for name, _ in set(before) ^ set(after))
+
+
+def files_mark(directory: Path) -> bytes:
+    """The mark of everything in a directory; links are followed, and each folder is looked at once. Raises `OSError` if
+    the directory cannot be read; what cannot be read in it is left out."""
     digest = blake2b(digest_size=16)
+    for described in _walk(directory, ()):
+        digest.update(repr(described).encode())
+    return digest.digest()
+
+
+def entry_marks(directory: Path, skipped: Collection[str]) -> EntryMarks:
+    """The marks of a directory's entries by their names, but for those `skipped`. Raises as `files_mark` does."""
+    digests = defaultdict[str, Any](lambda: blake2b(digest_size=16))
+    for described in _walk(directory, skipped):
+        folder, name, _ = described
+        digests[folder.partition(os.sep)[0] or name].update(repr(described).encode())
+    return tuple((name, digests[name].digest()) for name in sorted(digests))
+
+
+def _walk(directory: Path, skipped: Collection[str]) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
+    """The folder, the name and the stamp of each file."""
     looked_at = 0
     entered = set[tuple[int, int]]()
     left = deque([""])  # those near the root are looked at first
@@ -41,9 +78,7 @@ def files_mark(directory: Path, skipped: Collection[str] = ()) -> bytes:
         few = looked_at + len(files) <= _MOST_FILES
         looked_at += len(files) if few else 0
         for entry in files:
-            described = (folder, entry.name, _stamp(entry) if few else None)
-            digest.update(repr(described).encode())
-    return digest.digest()
+            yield folder, entry.name, _stamp(entry) if few else None
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

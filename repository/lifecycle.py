@@ -7,7 +7,7 @@ their needs. On GPUs one loads at a time, and holds what its load made unavailab
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,12 +27,12 @@ from ..telemetry.shared_state import ModelServices, ServerAdministration
 from .backend_registry import is_text_backend
 from .builder import ModelBuilder, ModelFactory, with_config_defaults
 from .catalog import FetchedModel, RepositoryCatalog
-from .config_validation import ignored_field_message, ignored_fields
 from .ensemble_steps import follow_steps, refuse_circle, step_interfaces
 from .load_turn import Turn
 from .memory_budget import InsufficientMemory
 from .model_registry import LoadedModel, ModelEntry, ModelRegistry, ModelVersion
-from .model_source import ModelSource, VersionSource, config_position, find_misnamed_versions, with_config_position
+from .model_source import ModelSource, VersionSource, with_config_position
+from .own_changes import is_current, look_beside, take_own_changes
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class ModelLifecycle:
         try:
             for version in source.versions:
                 loaded = served.get(version.number)
-                if loaded is None or version.mark is None or loaded.source_mark != version.mark or loaded.unfit:
+                if loaded is None or not is_current(source.name, loaded, version):
                     loaded = await self._load_version(entry, source, version, on_progress)
                     shared.add_holder()
                     loaded.resources.callback(shared.drop_holder)
@@ -221,8 +221,11 @@ class ModelLifecycle:
         entry.routed = source.routed
         for old in entry.publish(new):
             self._retire(entry, old)
+        marks = [version.mark for version in source.versions if new[version.number] is not served.get(version.number)]
+        if marks:
+            take_own_changes(entry, marks[0], await self.run_blocking(look_beside, source))
         raw = [model.config.raw for model in new.values()]
-        await self.run_blocking(_log_ignored_fields, source, self._builder, raw)
+        await self.run_blocking(self._builder.log_ignored_fields, source, raw)
 
     async def _load_version(
         self, entry: ModelEntry, source: ModelSource, version: VersionSource, on_progress: OnProgress
@@ -390,11 +393,3 @@ async def _unload(loaded: LoadedModel) -> None:
     except Exception:
         log.exception("model '%s' did not unload", loaded.config.name)
     loaded.resources.close()
-
-
-def _log_ignored_fields(source: ModelSource, builder: ModelBuilder, made: Sequence[RawConfig]) -> None:
-    for folder in () if source.directory is None else find_misnamed_versions(source.directory):
-        log.warning("model '%s': folder '%s' is no version, for it begins with 0", source.name, folder)
-    for path in ignored_fields(source.config, builder.cache is not None, made, builder.limiter is not None):
-        position = config_position(source.config_file, path)
-        log.warning("%smodel '%s': %s", position, source.name, ignored_field_message(path))

@@ -14,6 +14,7 @@ from ..core.metrics import Labels, Measurement, ModelStatistics, Reading
 from ..core.model import Capabilities, Model, ModelConfig
 from ..core.request import InferRequest, InferResponse
 from ..core.request_context import DONE, ExecutionTimes, RequestContext, end_for_error
+from .file_marks import SourceMark
 from .request_validation import validate_request
 
 UNLOADED = "unloaded"
@@ -68,7 +69,7 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     load_seconds: float = 0.0
-    source_mark: Hashable = None
+    source_mark: SourceMark | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     loaded_at: float = field(default_factory=time.monotonic)
@@ -153,6 +154,9 @@ class ModelEntry:
 
     reason: str = ""
     """Why its last load failed as a whole, whatever serves meanwhile."""
+
+    changed_in_load: frozenset[str] = frozenset()
+    """What changed beside its versions while they loaded the last time."""
 
     failures: Counter[str] = field(default_factory=Counter)
     """Failed loads by version."""

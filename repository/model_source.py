@@ -7,7 +7,7 @@ zeros; see https://github.com/triton-inference-server/server/blob/main/docs/user
 import json
 import logging
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..core.regular_files import read_text
 from .backend_registry import LANGUAGE_MODEL_BACKEND, PIPELINE_BACKEND, canonical_backend
 from .config_defaults import detect_checkpoint_backend, fill_backend, has_gguf
 from .config_io import CONFIG_FILE_NAMES, CONFIGS_FOLDER, complete_fields, find_config, line_of, parse_config_file
-from .file_marks import files_mark
+from .file_marks import EntryMarks, SourceMark, entry_marks, files_mark
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class VersionSource:
 
     number: str
     path: str = field(compare=False)
-    mark: Hashable = None
+    mark: SourceMark | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,18 @@ def read_model(
         raise with_config_position(error, file) from None
     # The config itself is in the mark, and not its file's stamp; a mark with `unique` equals no other.
     text, unique = json.dumps(config), None if override is None else object()
-    beside = files_mark(directory, {*CONFIG_FILE_NAMES, CONFIGS_FOLDER, *map(str, present)})
+    beside = marks_beside(directory, present)
     versions = []
     for path in [directory / str(number) for number in served]:
-        mark = (place or str(directory), text, files_mark(path), beside, unique)
+        mark = SourceMark(place or str(directory), text, files_mark(path), beside, unique)
         versions.append(VersionSource(path.name, str(path), mark))
     only_routed = frozenset(str(number) for number in served if number not in chosen)
     return ModelSource(directory.name, config, tuple(versions), directory, file, pinned=pinned, routed=only_routed)
+
+
+def marks_beside(directory: Path, versions: Collection[int]) -> EntryMarks:
+    """The marks of what lies beside the versions of a model. Raises `OSError` if its directory cannot be read."""
+    return entry_marks(directory, {*CONFIG_FILE_NAMES, CONFIGS_FOLDER, *map(str, versions)})
 
 
 def _read_pin(config: RawConfig) -> bool:

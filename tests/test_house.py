@@ -121,7 +121,7 @@ BUDGETS = {
     "classic_backends": 8_987,
     "ensembles": 1_262,
     "routing": 250,
-    "repository": 5_115,
+    "repository": 5_184,
     "api": 10_917,
     "http_workers": 2_588,
     "extras/trtllm": 1_965,
