@@ -122,7 +122,7 @@ BUDGETS = {
     "ensembles": 1_262,
     "routing": 250,
     "repository": 5_184,
-    "api": 10_917,
+    "api": 10_927,
     "http_workers": 2_588,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

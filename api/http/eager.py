@@ -22,14 +22,14 @@ class EagerAwaitable(Generic[T]):
         self._result: T | None = None
         self.done = False
         try:
-            self._waits_for = work.send(None)
+            self._waits_for = _parked(work.send(None))
         except StopIteration as end:
             self._result, self.done = end.value, True
 
     def __await__(self) -> Generator[Any, Any, T]:
         while not self.done:
             try:
-                sent = yield self._waits_for
+                sent = yield _awaited(self._waits_for)
             except BaseException as error:
                 self._step(self._work.throw, error)
             else:
@@ -56,7 +56,7 @@ def start_eagerly(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None] | None
     context = contextvars.copy_context()
     _enter_task(loop, stand_in)  # asyncio has it for other implementations of tasks
     try:
-        waits_for = context.run(work.send, None)
+        waits_for = _parked(context.run(work.send, None))
     except StopIteration:
         return None
     finally:
@@ -86,6 +86,21 @@ def run_without_task(
             waits_for.add_done_callback(go_on)
 
 
+def _parked(future: Any) -> Any:
+    """What something begun waits for, until a task has it. The future is marked for a task, and refuses all that await
+    it before one has taken back the mark; None is a wait for the next turn."""
+    if future is not None:
+        future._asyncio_future_blocking = False
+    return future
+
+
+def _awaited(future: Any) -> Any:
+    """What was parked, marked for the task that gets it now."""
+    if future is not None:
+        future._asyncio_future_blocking = True
+    return future
+
+
 class _BegunCoroutine(Coroutine[Any, Any, None]):
     """The rest of what has begun, for a task. A task that is cancelled before its first step ends any other coroutine
     where that begins; here it reaches what has begun, which has things to free."""
@@ -98,13 +113,15 @@ class _BegunCoroutine(Coroutine[Any, Any, None]):
         if self._resumed:
             return self._work.send(value)
         self._resumed = True
-        return self._waits_for
+        return _awaited(self._waits_for)
 
     def throw(self, error: Any, *_: Any) -> Any:
         resumed, self._resumed = self._resumed, True
         waits_for = None if resumed or not isinstance(error, asyncio.CancelledError) else self._waits_for
         # As a task does that waits already: what it waits for is cancelled, and tells it.
-        return waits_for if waits_for is not None and waits_for.cancel() else self._work.throw(error)
+        if waits_for is not None and waits_for.cancel():
+            return _awaited(waits_for)
+        return self._work.throw(error)
 
     def close(self) -> None:
         self._work.close()

@@ -113,6 +113,21 @@ ensemble_scheduling { step [
     input_map { key: "X" value: "same" } output_map { key: "Y" value: "OUT" } }
 ] }
 """,
+    "both": """
+platform: "ensemble"
+max_batch_size: 8
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "TWICE" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "LEFT" data_type: TYPE_INT32 dims: [ -1 ] },
+         { name: "RIGHT" data_type: TYPE_INT32 dims: [ -1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "double" model_version: -1
+    input_map { key: "X" value: "IN" } output_map { key: "Y" value: "TWICE" } },
+  { model_name: "double" model_version: -1
+    input_map { key: "X" value: "TWICE" } output_map { key: "Y" value: "LEFT" } },
+  { model_name: "double" model_version: -1
+    input_map { key: "X" value: "TWICE" } output_map { key: "Y" value: "RIGHT" } }
+] }
+""",
     "marked": """
 platform: "ensemble"
 parameters { key: "openai" value: { string_value: "chat" } }
@@ -237,6 +252,14 @@ def test_tensors_pass_a_classic_and_a_python_model(server: Server) -> None:
             [statistics] = client.get_inference_statistics(name)["model_stats"]
             assert statistics["inference_stats"]["success"]["count"] == 1, name
             assert statistics["inference_count"] == 2, name
+
+
+def test_two_steps_wait_for_the_same_tensor(server: Server) -> None:
+    with triton.InferenceServerClient(server.http_address) as client:
+        for _ in range(3):
+            result = client.infer("both", [ints("IN", [1, 2])])
+            got = [result.as_numpy(name).tolist() for name in ("TWICE", "LEFT", "RIGHT")]
+            assert got == [[[2, 4]], [[4, 8]], [[4, 8]]]
 
 
 def test_a_backend_in_python_has_models_that_are_data(server: Server) -> None:

@@ -238,3 +238,24 @@ async def test_within_a_task_it_starts_as_any_task_does() -> None:
     assert not begun
     await task
     assert begun
+
+
+@pytest.mark.parametrize("begin", [EagerAwaitable, start_eagerly])
+async def test_others_may_await_meanwhile_what_it_waits_for(begin: Callable[[Any], Any]) -> None:
+    # As the steps of an ensemble await the one whose tensor they share.
+    shared = asyncio.get_running_loop().create_future()
+    got = list[str]()
+
+    async def reader(name: str) -> None:
+        got.append(f"{name} {await shared}")
+
+    async def begin_first() -> None:
+        begun = begin(reader("first"))
+        others = [asyncio.create_task(reader("second")), asyncio.create_task(reader("third"))]
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(shared.set_result, "tensor")
+        await begun
+        await asyncio.gather(*others)
+
+    await asyncio.wait_for(begin_first(), 10)
+    assert sorted(got) == ["first tensor", "second tensor", "third tensor"]
