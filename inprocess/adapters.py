@@ -2,9 +2,9 @@
 directory, which is loaded when it is first used."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..core.errors import CharoniaError, InvalidArgument
@@ -22,79 +22,131 @@ def adapter_name(lora_request: Any) -> str:
     return name
 
 
+def _located(path: str) -> str:
+    """A directory as it is compared with others: absolute, and without links."""
+    return os.path.realpath(os.path.expanduser(path))
+
+
 class _Wanted(NamedTuple):
     """An adapter as programs tell it from others."""
 
     name: str
     number: int
-    path: str
+    directory: str
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """An adapter that was loaded for a program, and how many calls use it."""
+class _AskedAdapter:
+    """An adapter that a program asked for."""
 
-    name: str
-    users: int = 0
+    def __init__(self) -> None:
+        self.name = ""
+        """By which it is served, or is to be when its load ends; empty before."""
+        self.own = False
+        """Whether it was loaded for the program."""
+        self.users = 0
+        """Calls that use it, and changes of it that run."""
+        self.changing = asyncio.Lock()
 
 
 class ProgramAdapters:
     """The adapters of one model, in the server's event loop. Those with one name differ by their numbers and
     directories: the first has the name itself, the others have names that are made of it."""
 
-    def __init__(self, gateway: InProcessGateway, model: str) -> None:
-        self._gateway, self._model = gateway, model
-        self._loading = asyncio.Lock()
-        self._loaded: dict[_Wanted, _Loaded] = {}
+    def __init__(self, gateway: InProcessGateway, model: str, configured: Mapping[str, str]) -> None:
+        """`configured`: the directories, or hub ids, of the adapters that the model starts with, by name."""
+        self._gateway, self._model, self._configured = gateway, model, configured
+        self._known: dict[_Wanted, _AskedAdapter] = {}
         """The most recently used at the end."""
 
     @asynccontextmanager
     async def use(self, lora_request: Any) -> AsyncIterator[str]:
-        """The block in which requests name it, by the name that it gets. Raises as `Gateway.load_adapter`."""
+        """The block in which requests name it, by the name that it gets. Waits for no load but its own. Raises as
+        `Gateway.load_adapter`."""
         name, path = adapter_name(lora_request), str(getattr(lora_request, "lora_path", ""))
         if not path:
             yield name
             return
-        wanted = _Wanted(name, getattr(lora_request, "lora_int_id", 0), path)
-        async with self._loading:  # two that use it first at once load it once
-            loaded = self._loaded.pop(wanted, None)
-            if loaded is None or loaded.name not in self._served():
-                loaded = _Loaded(await self._load(wanted))
-            elif getattr(lora_request, "load_inplace", False):
-                await self._gateway.load_adapter(loaded.name, path, self._model, replace=True)
-            self._loaded[wanted] = loaded
-            loaded.users += 1
+        wanted = _Wanted(name, getattr(lora_request, "lora_int_id", 0), _located(path))
+        known = self._known.pop(wanted) if wanted in self._known else _AskedAdapter()
+        self._known[wanted] = known
+        known.users += 1
         try:
-            yield loaded.name
+            replace = bool(getattr(lora_request, "load_inplace", False))
+            if replace or known.name not in self._served():
+                await self._change(known, wanted, replace)
+            yield known.name
         finally:
-            loaded.users -= 1
+            self._leave(known, wanted)
             await self._unload_surplus(name)
+
+    def _leave(self, known: _AskedAdapter, wanted: _Wanted) -> None:
+        known.users -= 1
+        if not known.users and not known.name:
+            self._known.pop(wanted)
+
+    async def _change(self, known: _AskedAdapter, wanted: _Wanted, replace: bool) -> None:
+        """Load it, or load it anew; that goes on if the caller leaves."""
+
+        def end(done: asyncio.Task[None]) -> None:
+            self._leave(known, wanted)
+            if not done.cancelled():
+                done.exception()  # of which nobody may be left to hear
+
+        known.users += 1
+        task = asyncio.create_task(self._load(known, wanted, replace))
+        task.add_done_callback(end)
+        await asyncio.shield(task)
+
+    async def _load(self, known: _AskedAdapter, wanted: _Wanted, replace: bool) -> None:
+        async with known.changing:  # two that use it first at once load it once
+            served = self._served()
+            if known.name in served:
+                if replace:
+                    await self._gateway.load_adapter(known.name, wanted.directory, self._model, replace=True)
+                return
+            known.name, known.own = "", False
+            known.name = self._choose_name(wanted, served)
+            if known.name in served:
+                return
+            try:
+                await self._gateway.load_adapter(known.name, wanted.directory, self._model)
+                known.own = True
+            except BaseException:
+                known.name = ""
+                raise
 
     def _served(self) -> dict[str, str]:
         """The directories of the adapters that there are, by name."""
         served = [served.adapter for served in self._gateway.adapters()]
         return {adapter.name: adapter.path for adapter in served}
 
-    async def _load(self, wanted: _Wanted) -> str:
-        served = self._served()
+    def _choose_name(self, wanted: _Wanted, served: Mapping[str, str]) -> str:
+        """The first name that is free, or is that of the same directory, and that no other of the program has."""
         name, tries = wanted.name, 0
-        taken = {loaded.name for loaded in self._loaded.values()}
-        while name in served and (served[name] != wanted.path or name in taken):
+        taken = {known.name for known in self._known.values()}
+        while name in taken or (name in served and wanted.directory not in self._directories(name, served[name])):
             tries += 1
             name = f"{wanted.name}-{wanted.number}" if tries == 1 else f"{wanted.name}-{wanted.number}-{tries}"
-        if name not in served:
-            await self._gateway.load_adapter(name, wanted.path, self._model)
         return name
+
+    def _directories(self, name: str, path: str) -> set[str]:
+        """Where a served adapter is, and where it was said to be, which may be a hub id."""
+        return {_located(path), _located(self._configured.get(name, path))}
 
     async def _unload_surplus(self, name: str) -> None:
         """Unload those of a name that were used least recently, and that nobody uses."""
-        alike = [wanted for wanted in self._loaded if wanted.name == name]
-        if len(alike) <= _MOST_OF_A_NAME:
-            return
-        async with self._loading:
-            for wanted in alike[:-_MOST_OF_A_NAME]:
-                loaded = self._loaded.get(wanted)
-                if loaded is not None and not loaded.users:
-                    del self._loaded[wanted]
+        alike = [(wanted, known) for wanted, known in self._known.items() if wanted.name == name]
+        for wanted, known in alike[:-_MOST_OF_A_NAME]:
+            if not known.users and self._known.get(wanted) is known:
+                await self._unload(known, wanted)
+
+    async def _unload(self, known: _AskedAdapter, wanted: _Wanted) -> None:
+        known.users += 1
+        try:
+            async with known.changing:  # whoever wants it meanwhile waits, and loads it again
+                name, known.name = known.name, ""
+                if known.own:
                     with suppress(CharoniaError):  # the server ends, or the program has unloaded it
-                        await self._gateway.unload_adapter(loaded.name)
+                        await self._gateway.unload_adapter(name)
+        finally:
+            self._leave(known, wanted)

@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
+from ..cli.model_selection import parse_lora_modules
 from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ModelHandle
 from ..core.request import TokenizeRequest
@@ -75,7 +76,8 @@ class LLM:
         self._source = os.fspath(model)
         self._pooler = Pooler(self._ask)
         gateway = self.server.running.gateway
-        self._adapters = ProgramAdapters(gateway, self.model_name)
+        configured = parse_lora_modules(self.server.options.adapters.lora_modules)
+        self._adapters = ProgramAdapters(gateway, self.model_name, configured)
         self._generator = Generator(gateway, self.model_name, rows + _WAITING_PROMPTS)
 
     def generate(

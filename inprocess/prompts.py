@@ -78,7 +78,8 @@ def _given(value: Any, where: str) -> GivenPrompt:
         if not isinstance(salt, str) or type(priority) is not int:
             raise InvalidArgument(f"{where}: cache_salt must be a string, and priority an integer", field=where)
         ids, text = value.get("prompt_token_ids"), value.get("prompt")
-        if isinstance(ids, Iterable) and _are_ids(list(ids)):
+        ids = list(ids) if isinstance(ids, Iterable) else ids
+        if isinstance(ids, list) and _are_ids(ids):
             return GivenPrompt(_ids(ids, where), text, priority, salt)
         if ids is None and isinstance(text, str):
             return GivenPrompt(text, text, priority, salt)

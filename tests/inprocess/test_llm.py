@@ -317,7 +317,9 @@ def test_adapters_of_one_name_are_told_apart(
     paths = [str(making.write_adapter(tmp_path / str(step), layers, seed=step)) for step in range(4)]
     steps = [LoraRequest("policy", step, path) for step, path in enumerate(paths)]
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
-    with charonia.LLM(demo, threads=1, kv_cache_bytes=16 << 20, enable_lora=True) as llm:
+    with charonia.LLM(
+        demo, threads=1, kv_cache_bytes=16 << 20, enable_lora=True, lora_modules=[f"sql={paths[0]}/"]
+    ) as llm:
 
         def ask(adapter: LoraRequest | None) -> float:
             [output] = llm.generate([[5, 6, 7]], params, lora_request=adapter)
@@ -334,6 +336,8 @@ def test_adapters_of_one_name_are_told_apart(
         assert len({plain, *alone}) == 5
         served = [served.adapter.name for served in llm.server.look(lambda gateway: gateway.adapters())]
         assert len([name for name in served if name.startswith("policy")]) == 2
+        assert ask(LoraRequest("sql", 1, paths[0])) == first
+        assert "sql-1" not in [served.adapter.name for served in llm.server.look(lambda gateway: gateway.adapters())]
         pieces = list(llm.stream([5, 6, 7], params, lora_request=steps[3]))
         assert round(sum(piece.outputs[0].cumulative_logprob or 0.0 for piece in pieces), 3) == alone[3]
         with pytest.raises(charonia.CharoniaError, match="none"):
