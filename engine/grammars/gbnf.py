@@ -4,7 +4,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Knows noth
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from ...core.errors import InvalidArgument
@@ -70,11 +70,9 @@ _REPEATS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "
 
 
 def read_gbnf(text: str) -> Mapping[str, Expression]:
-    """The rules by name. Raises `InvalidArgument` if the text is no GBNF, has no rule `root`, or refers to none."""
-    rules = _GbnfReader(text).read_rules()
-    if "root" not in rules:
-        raise InvalidArgument("it has no rule 'root'")
-    return rules
+    """The rules by name. Raises `InvalidArgument` if the text is no GBNF, has no rule `root`, refers to none, or needs
+    one that no text can satisfy."""
+    return _GbnfReader(text).read_rules()
 
 
 class _GbnfReader:
@@ -86,7 +84,9 @@ class _GbnfReader:
         self._references: dict[str, int] = {}
 
     def read_rules(self) -> dict[str, Expression]:
+        """See `read_gbnf`."""
         rules: dict[str, Expression] = {}
+        places: dict[str, int] = {}
         self._skip()
         while self._at < len(self._text):
             head = _RULE.match(self._text, self._at)
@@ -94,11 +94,19 @@ class _GbnfReader:
                 raise self._wrong("there should be a rule, 'name ::= ..'")
             self._at = head.end()
             self._skip()
+            places[head[1]] = head.start()
             rules[head[1]] = self._choice()
         for name, at in self._references.items():
             if name not in rules:
                 self._at = at
                 raise self._wrong(f"there is no rule '{name}'")
+        if "root" not in rules:
+            raise InvalidArgument("it has no rule 'root'")
+        needed = needed_rules(rules, "root")
+        if endless := [name for name in _EndlessRules(rules).find() if name in needed]:
+            name = endless[0]
+            self._at = places[name]
+            raise self._wrong(f"no text can satisfy rule '{name}', which never ends")
         return rules
 
     def _choice(self) -> Expression:
@@ -251,3 +259,66 @@ def _complement(ranges: Ranges) -> Ranges:
     borders = [-1, *(border for first, last in ranges for border in (first, last)), LAST_CHARACTER + 1]
     gaps = zip(borders[::2], borders[1::2], strict=True)
     return tuple((before + 1, behind - 1) for before, behind in gaps if before + 1 < behind)
+
+
+def references(part: Expression) -> Iterable[str]:
+    """The names that a part refers to."""
+    match part:
+        case Reference(name):
+            yield name
+        case Concatenation(parts) | Choice(parts):
+            for element in parts:
+                yield from references(element)
+        case Repeat(repeated, _, _):
+            yield from references(repeated)
+
+
+def needed_rules(rules: Mapping[str, Expression], first: str, known: Container[str] = ()) -> dict[str, None]:
+    """The names of the rules that `first` needs, itself first, but for those that are `known`."""
+    needed: dict[str, None] = {first: None}
+    waiting = [first]
+    while waiting:
+        for name in references(rules[waiting.pop()]):
+            if name not in needed and name not in known:
+                needed[name] = None
+                waiting.append(name)
+    return needed
+
+
+class _EndlessRules:
+    """Finds the rules that no text can satisfy, such as `x ::= "a" x`, in as many steps as all rules have parts. A part
+    is told of each part within it that some text satisfies; parts have numbers, the rules the first ones."""
+
+    def __init__(self, rules: Mapping[str, Expression]) -> None:
+        self._rules = {name: number for number, name in enumerate(rules)}
+        self._missing = [1] * len(rules)
+        """How many more of its parts each part must be told of."""
+        self._users: list[list[int]] = [[] for _ in rules]
+        """The parts that each is a part of."""
+        self._told: list[int] = []
+        """Those that are yet to be told, once for each time."""
+        for number, rule in enumerate(rules.values()):
+            self._add(rule, number)
+
+    def find(self) -> list[str]:
+        while self._told:
+            part = self._told.pop()
+            self._missing[part] -= 1
+            if self._missing[part] == 0:
+                self._told += self._users[part]
+        return [name for name, number in self._rules.items() if self._missing[number] > 0]
+
+    def _add(self, part: Expression, user: int) -> None:
+        match part:
+            case Letter(_) | Text(_) | Concatenation(()) | Repeat(_, 0, _):
+                self._told.append(user)
+            case Reference(name):
+                self._users[self._rules[name]].append(user)
+            case Repeat(repeated, _, _):
+                self._add(repeated, user)
+            case Concatenation(parts) | Choice(parts):
+                number = len(self._missing)
+                self._missing.append(len(parts) if isinstance(part, Concatenation) else 1)
+                self._users.append([user])
+                for element in parts:
+                    self._add(element, number)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from .gbnf import Choice, Concatenation, Expression, Letter, Ranges, Reference, Repeat, Text, join_ranges
+from .gbnf import Choice, Concatenation, Expression, Letter, Ranges, Reference, Repeat, Text, join_ranges, references
 
 MOST_STEPS = 1 << 17
 """Of all calls for one grammar, a fifth of a second or so."""
@@ -254,18 +254,6 @@ class LexemePlaces:
         self.steps += steps
         if self.steps > MOST_STEPS:
             raise TooManySteps
-
-
-def references(part: Expression) -> Iterable[str]:
-    """The names that a part refers to."""
-    match part:
-        case Reference(name):
-            yield name
-        case Concatenation(parts) | Choice(parts):
-            for element in parts:
-                yield from references(element)
-        case Repeat(repeated, _, _):
-            yield from references(repeated)
 
 
 def first_bytes(ranges: Ranges) -> int:

@@ -11,25 +11,39 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .gbnf import NOTHING, Choice, Concatenation, Expression, Letter, Ranges, Reference, Repeat, Text
-from .lexeme_places import LexemePlaces, ReadTooFar, TooManySteps, part_ranges, references
+from .gbnf import (
+    NOTHING,
+    Choice,
+    Concatenation,
+    Expression,
+    Letter,
+    Ranges,
+    Reference,
+    Repeat,
+    Text,
+    needed_rules,
+    references,
+)
+from .lexeme_places import LexemePlaces, ReadTooFar, TooManySteps, part_ranges
 
 
 class _Size(NamedTuple):
     """Of a part with the rules it needs written out."""
 
     letters: int
+    steps: int
+    """Of a walk through it, which goes through every range of a letter: no fewer than letters."""
     levels: int
     empty: bool
     """Whether it may be empty."""
 
 
-_LARGEST = _Size(1 << 14, 40, True)
+_LARGEST = _Size(1 << 14, 1 << 14, 40, True)
 """What may be a lexeme."""
 _START = "the text"
 """The rule of the whole text: no other has such a name."""
-_MOST_LETTERS = 1 << 17
-"""Of all lexemes that were tried."""
+_MOST_STEPS = 1 << 17
+"""Through all lexemes that were tried."""
 
 
 def write_rules(
@@ -53,7 +67,7 @@ class _Plan:
     def __init__(self, rules: Mapping[str, Expression], characters: bool = False) -> None:
         self._characters = characters
         self._lexemes: dict[str, Expression] = {}
-        self._letters = 0
+        self._steps = 0
         self._cut_before: set[Ranges] = set()
         """The characters of runs that are what is left of others."""
         self._plain: dict[str, Expression] = {}
@@ -85,14 +99,7 @@ class _Plan:
 
     def _needed(self) -> list[str]:
         """The rules that are needed, that of the whole text first."""
-        needed = {_START: None}
-        waiting = [_START]
-        while waiting:
-            for name in references(self._rules[waiting.pop()]):
-                if name not in needed and name not in self._lexemes:
-                    needed[name] = None
-                    waiting.append(name)
-        return list(needed)
+        return list(needed_rules(self._rules, _START, self._lexemes))
 
     def _write_out(self, rules: Mapping[str, Expression]) -> None:
         """Find the rules that may be parts of lexemes, those first that need no other."""
@@ -107,7 +114,10 @@ class _Plan:
         while ready:
             name = ready.popleft()
             size = self._size(rules[name])
-            if _fits(size):
+            if not size.letters:
+                self._plain[name] = NOTHING
+                self._sizes[name] = self._size(NOTHING)
+            elif _fits(size):
                 self._plain[name] = _replaced(rules[name], self._plain)
                 self._sizes[name] = size
             for user in users[name]:
@@ -118,21 +128,22 @@ class _Plan:
     def _size(self, part: Expression) -> _Size:
         """Larger than the largest if it needs a rule that may be no part of a lexeme."""
         match part:
-            case Letter(_):
-                return _Size(1, 1, False)
+            case Letter(ranges):
+                return _Size(1, len(ranges), 1, False)
             case Text(text):
-                return _Size(len(text), 1, False)
+                return _Size(len(text), len(text), 1, False)
             case Reference(name):
-                return self._sizes.get(name, _Size(_LARGEST.letters + 1, 1, True))
+                return self._sizes.get(name, _LARGEST._replace(steps=_LARGEST.steps + 1))
             case Repeat(repeated, least, _):
                 size = self._size(repeated)
-                return size._replace(levels=size.levels + 1, empty=size.empty or not least)
+                return _Size(size.letters, size.steps + 1, size.levels + 1, size.empty or not least)
         sizes = [self._size(element) for element in part.parts]
         letters = sum(size.letters for size in sizes)
+        steps = 1 + sum(size.steps for size in sizes)
         levels = 1 + max((size.levels for size in sizes), default=0)
         if isinstance(part, Choice):
-            return _Size(letters, levels, any(size.empty for size in sizes))
-        return _Size(letters, levels, all(size.empty for size in sizes))
+            return _Size(letters, steps, levels, any(size.empty for size in sizes))
+        return _Size(letters, steps, levels, all(size.empty for size in sizes))
 
     def _planned(self, part: Expression) -> Expression:
         """A part with lexemes in it."""
@@ -141,9 +152,11 @@ class _Plan:
         if _fits(self._size(part)):
             return self._lexeme(_replaced(part, self._plain))
         match part:
+            case Letter(_):
+                return self._lexeme(part)
             case Text(text):
-                pieces = range(0, len(text), _LARGEST.letters)
-                return Concatenation(tuple(self._lexeme(Text(text[at : at + _LARGEST.letters])) for at in pieces))
+                pieces = range(0, len(text), _LARGEST.steps)
+                return Concatenation(tuple(self._lexeme(Text(text[at : at + _LARGEST.steps])) for at in pieces))
             case Concatenation(parts):
                 return Concatenation(tuple(self._planned(run) for run in self._runs(parts, Concatenation)))
             case Choice(parts):
@@ -163,23 +176,24 @@ class _Plan:
     def _runs(self, parts: Sequence[Expression], kind: type[Concatenation | Choice]) -> Iterator[Expression]:
         """The parts, those as one that may be one lexeme."""
         run: list[Expression] = []
-        letters = levels = 0
+        whole = self._size(NOTHING)
         for part in parts:
             size = self._size(part)
-            letters += size.letters
-            levels = max(levels, size.levels)
-            if run and not _fits(_Size(letters, levels + 1, True)):
+            levels = max(whole.levels, size.levels + 1)
+            whole = _Size(whole.letters + size.letters, whole.steps + size.steps, levels, True)
+            if run and not _fits(whole):
                 yield _joined(run, kind)
-                run, letters, levels = [], size.letters, size.levels
+                run = []
+                whole = _Size(size.letters, size.steps + 1, size.levels + 1, True)
             run.append(part)
         yield _joined(run, kind)
 
     def _lexeme(self, part: Expression) -> Expression:
-        letters = self._size(part).letters
-        if not letters:
+        size = self._size(part)
+        if not size.letters:
             return NOTHING
-        self._letters += letters
-        if self._letters > _MOST_LETTERS and not self._characters:
+        self._steps += size.steps
+        if self._steps > _MOST_STEPS and not self._characters:
             raise TooManySteps
         pattern = f"/{_pattern(part)}/"
         self._lexemes[pattern] = part
@@ -229,7 +243,7 @@ class _Plan:
 
 
 def _fits(size: _Size) -> bool:
-    return size.letters <= _LARGEST.letters and size.levels <= _LARGEST.levels
+    return size.steps <= _LARGEST.steps and size.levels <= _LARGEST.levels
 
 
 def _joined(parts: Sequence[Expression], kind: type[Concatenation | Choice]) -> Expression:

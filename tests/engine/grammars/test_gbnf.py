@@ -1,5 +1,6 @@
 """Grammars of characters: whatever text one describes passes the library's greedy lexer, and may end where it ends."""
 
+import sys
 from collections.abc import Mapping
 from random import Random
 
@@ -7,10 +8,11 @@ import pytest
 
 from charonia.core.errors import InvalidArgument
 from charonia.core.request import GuidedDecoding
-from charonia.engine.grammars import lexeme_places
+from charonia.engine.grammars import lexeme_places, lexemes
 from charonia.engine.grammars.constraint_check import checking_backend
 from charonia.engine.grammars.gbnf import Choice, Concatenation, Expression, Letter, Reference, Text, read_gbnf
 from charonia.engine.grammars.lexeme_places import first_bytes, part_ranges
+from charonia.engine.grammars.lexemes import write_rules
 
 from .conftest import Follow
 
@@ -34,6 +36,11 @@ number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1
 ws     ::= | " " | "\n" [ \t]{0,20}
 """
 LISTS = 'root ::= "[" (root | words "end") ("," root)* "]"\nwords ::= [a-z \\n]*'
+
+
+def doubled(first: str, levels: int = 38, more: str = "") -> list[str]:
+    """Rules of which each has the one before twice."""
+    return [f"a0 ::= {first}", *(f"a{level + 1} ::= a{level} a{level} {more}" for level in range(levels))]
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -78,6 +85,8 @@ def test_a_text_of_the_grammar_passes_and_may_end(follow: Follow, grammar: str, 
         ("root ::= .", ["\n", "東", "a"], ["", "ab"]),
         ("root ::= one-Two\r\none-Two ::=\n  [a-c] # a comment: ]\n  | (\n  [x]\n)\n", ["a", "x"], ["d"]),
         ("a ::= root\nroot ::= [0-9]\nroot ::= [a]", ["a"], ["0"]),
+        ("root ::= x\nx ::= x{2,} | x* | x{0,3} [a]\nunneeded ::= unneeded", ["", "a", "aa"], ["b"]),
+        ("\n".join((*doubled('""'), "root ::= a38 [a]")), ["a"], ["", "aa"]),
     ],
 )
 def test_what_may_be_written(grammar: str, good: list[str], bad: list[str]) -> None:
@@ -101,6 +110,9 @@ def test_what_may_be_written(grammar: str, good: list[str], bad: list[str]) -> N
         ("root ::= [a]{2,1}", "numbers rise"),
         ("root ::= [a]{99999}", "numbers rise"),
         ("root ::= [a]{,2}", "a repetition is"),
+        ("root ::= [a] | x\nx ::= x{2,}", "line 2, before 'x ::= x.*no text can satisfy rule 'x'"),
+        ("root ::= root", "no text can satisfy rule 'root'"),
+        ('root ::= [a] | x\nx ::= "b" (y | "" x)\ny ::= [c]? x+', "line 2, .*no text can satisfy rule 'x'"),
     ],
 )
 def test_what_is_no_gbnf_is_refused_with_its_place(grammar: str, words: str) -> None:
@@ -181,6 +193,43 @@ def test_the_lexer_takes_exactly_the_texts_that_the_rules_describe(seed: int) ->
 def test_so_it_does_of_single_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lexeme_places, "MOST_STEPS", 0)
     check_random_grammars(Random(9), 15)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        doubled('""'),
+        doubled('""', more='"x"'),
+        doubled('"x"'),
+        doubled('""?', more='| ""'),
+        ['n ::= ""', *doubled(f'"x" {"n " * 500}')],
+        doubled(f"[{''.join(chr(0x4E00 + 2 * number) for number in range(500))}]"),
+    ],
+    ids=lambda rules: str(rules)[:60],
+)
+def test_rules_that_need_others_twice_take_few_steps(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexemes, "_MOST_STEPS", 1 << 12)
+    monkeypatch.setattr(lexeme_places, "MOST_STEPS", 1 << 12)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        assert calls < 400_000
+
+    read = read_gbnf("\n".join((*rules, "root ::= a38")))
+    sys.setprofile(count)
+    try:
+        _, lines = write_rules(read, Reference("root"), "g", followed=False)
+    finally:
+        sys.setprofile(None)
+    assert sum(map(len, lines)) < 400_000
+
+
+def test_a_letter_of_more_ranges_than_a_lexeme_may_have() -> None:
+    letters = "".join(chr(0x10000 + 2 * number) for number in range(lexemes._LARGEST.steps + 1))
+    _, lines = write_rules(read_gbnf(f"root ::= [{letters}]"), Reference("root"), "g", followed=False)
+    assert len(lines) == 2
 
 
 def test_characters_are_parted_by_their_first_bytes() -> None:
