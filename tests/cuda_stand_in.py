@@ -1,6 +1,7 @@
 """A stand-in for torch.cuda on machines without: it wants every device with its index, as torch does of some calls, and
 a capture that fails leaves behind what it does on a GPU."""
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,12 +72,14 @@ class _Graph:
 
 class StandInCuda:
     """`devices` GPUs. `calls`: with a device, by name and index. `users`: how many graphs each pool has; `taken_from`:
-    pools that memory is taken from. `live_graphs`: captured or not. `generator_waits`: for the end of a capture."""
+    pools that memory is taken from. `live_graphs`: captured or not. `generator_waits`: for the end of a capture.
+    `pinned`: the sizes of the host's memory that is, by address."""
 
     def __init__(self, devices: int = 2) -> None:
         self.devices, self.calls = devices, list[tuple[str, int]]()
         self.users, self.taken_from = Counter[int](), list[int]()
         self.live_graphs = WeakSet[_Graph]()
+        self.pinned, self.pins_nothing = dict[int, int](), False
         self.is_capturing = self.is_invalidated = self.generator_waits = False
         self.stream = self.default_stream = _Stream(0)
         self._pools = count(1)
@@ -106,6 +109,8 @@ class StandInCuda:
             "CUDAGraph": lambda: _Graph(self),
             "Event": lambda: None,
             "Stream": lambda device=0: _Stream(_index(device)),
+            "check_error": _check_error,
+            "cudart": lambda: self,
             "device_count": lambda: self.devices,
             "empty_cache": self._empty_cache,
             "graph": self._graph,
@@ -114,6 +119,16 @@ class StandInCuda:
             "set_stream": self._set_stream,
             "stream": self._on_stream,
         }
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.pins_nothing:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        ctypes.string_at(address, self.pinned.pop(address))  # which is mapped still
+        return 0
 
     def _called(self, name: str) -> Any:
         answers = {"get_device_capability": (9, 0), "get_device_name": "a stand-in", "mem_get_info": (5000, 8000)}
@@ -159,6 +174,11 @@ class StandInCuda:
     def _release(self, device: int, pool: int) -> None:
         self.users[pool] -= 1
         assert self.users[pool] >= 0
+
+
+def _check_error(result: int) -> None:
+    if result:
+        raise RuntimeError("out of memory (2)")
 
 
 def _index(device: Any) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cpu import library
 from ..cpu.matmul import GroupedRows
 from ..cpu.memory import HugePageArena
+from ..gpu.pinned_memory import pinned_empty
 from .build_context import BuildContext, TensorGroup
 from .code_forms import CodeForm, CodeRange, StoredForm, common_form, turn_codes
 from .hf_checkpoint import find_weights
@@ -298,7 +299,7 @@ class WeightLoader:
             return RowTable(blocks[1], piece.width, self.dtype, blocks[0])
         if not pinned:
             return RowTable(self.mapped(piece), piece.width, self.dtype)
-        table = torch.empty(len(piece.row_range), piece.width, dtype=self.dtype, pin_memory=True)
+        table = pinned_empty((len(piece.row_range), piece.width), self.dtype)
         for first, rows in self.tiles([piece]):
             table[first : first + len(rows)].copy_(rows)
         return RowTable(table, piece.width, self.dtype)
