@@ -39,15 +39,18 @@ class AnswerPlan:
     constraint: GuidedDecoding | None = None
     """As in `AddRequest`."""
     thinking: int | None = None
-    """As in `AddRequest`."""
+    """As in `AddRequest`, but of any size."""
     thinking_end: str = ""
     """As in `AddRequest`, as text."""
     warning: str = ""
     """For the client."""
 
     def complete(self, add: AddRequest) -> AddRequest:
-        end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
-        return replace(add, constraint=self.constraint, thinking=self.thinking, thinking_end=end)
+        if self.thinking is None:
+            return replace(add, constraint=self.constraint)
+        budget = min(self.thinking, add.spec.max_tokens)  # more limits nothing, and a message holds 64 bits
+        end = self.tokenizer.encode(self.thinking_end, special=False)
+        return replace(add, constraint=self.constraint, thinking=budget, thinking_end=end)
 
     def builder(
         self,

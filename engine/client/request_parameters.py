@@ -280,8 +280,9 @@ def _convert(named: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
         mismatch = describe_validation_error(error)
-        name, value = named[mismatch.path.partition("[")[0]]
-        element = mismatch.path[mismatch.path.find("[") :] if isinstance(value, list) else ""
+        own, bracket, place = mismatch.path.partition("[")
+        name, value = named[own]
+        element = bracket + place if isinstance(value, list) else ""
         raise InvalidArgument(f"parameter '{name}{element}' {mismatch}", field=name) from error
     except InvalidArgument as error:
         culprit = named.get(error.field or "")

@@ -310,6 +310,9 @@ async def test_a_budget_of_reasoning_reaches_the_engine(
     assert (whole.reasoning, whole.text) == ("why?", "ok")
     await answer(model, ask(thinking_budget=7, variables={"enable_thinking": False}))
     assert engine.added[-1].thinking is None
+    await answer(model, ask(thinking_budget=2**70))
+    added = engine.added[-1]
+    assert added.thinking == added.spec.max_tokens, "a message holds no more than 64 bits"
 
 
 async def test_a_budget_is_refused_where_nothing_is_reasoned(model: LlmModel) -> None:

@@ -98,6 +98,8 @@ def test_wishes_for_nothing_and_words_of_the_protocol_pass() -> None:
         ({"sampling_param_best_of": 2}, "sampling_param_best_of", "'sampling_param_best_of' is not supported yet"),
         ({"audio": "AA=="}, "audio", "'audio' is not supported yet"),
         ({"prompt_logprobs": 5}, "prompt_logprobs", "'prompt_logprobs' is not supported yet"),
+        ({"timeout": []}, "timeout", "'timeout' must be an integer, got a list"),
+        ({"num_return_sequences": [1]}, "num_return_sequences", "must be an integer, got a list"),
         ({"stop": True}, "stop", "'stop' must be a string, got a boolean"),
         ({"stop_words": ["a", 1]}, "stop_words", r"'stop_words\[1\]' must be a string, got an integer"),
         ({"n": 0}, "n", "'n' must be an integer >= 1"),
