@@ -140,7 +140,7 @@ def as_parameter(key: str, value: Any) -> ParameterValue:
         return value
     if isinstance(value, int):
         raise InvalidArgument(f"parameter '{key}' must be between -2**63 and 2**64 - 1", field=key)
-    message = f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
+    message = f"parameter '{key}' has invalid type. It should be either 'int', 'float', 'bool', or 'string'."
     raise InvalidArgument(message, field=key)
 
 

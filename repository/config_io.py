@@ -86,7 +86,10 @@ def parse_yaml(text: str, failed: str) -> Any:
 def parse_config_override(text: str) -> RawConfig:
     """Parse the `config` of a load request. Raises `InvalidArgument` if it is none."""
     try:
-        return complete_fields(json.loads(text))
+        fields = json.loads(text)
+        if fields is None:
+            raise InvalidArgument("a config is a mapping of fields to values, not null")
+        return complete_fields(fields)
     except (ValueError, RecursionError, InvalidArgument) as error:
         raise InvalidArgument(f"Invalid config override: {error}", field="config") from None
 

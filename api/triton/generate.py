@@ -161,7 +161,8 @@ class _Mapping:
         self._batched = config.max_batch_size > 0
         self._implied_stream = config.implied_stream
         self._specs = {spec.name: spec for spec in config.inputs}
-        self._lists: dict[str, list[Any]] = {}
+        self._nested: dict[str, Any] = {}
+        """Parameters that are lists or objects."""
         self._id = ""
         self._tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, ParameterValue] = {}
@@ -187,10 +188,13 @@ class _Mapping:
         as_string(key, key)
         if key in self._tensors:
             raise InvalidArgument(f"input '{key}' already exists in request", field=key)
-        if key in self._specs:
-            self._tensors[key] = json_tensors.input_tensor(self._specs[key], value, self._batched)
-        elif type(value) is list and self._has(_SAMPLING, "BYTES"):
-            self._lists[key] = _as_json(key, value)
+        spec = self._specs.get(key)
+        if value is None and (spec is None or spec.optional):
+            return  # asks for nothing
+        if spec is not None:
+            self._tensors[key] = json_tensors.input_tensor(spec, value, self._batched)
+        elif isinstance(value, list) and self._has(_SAMPLING, "BYTES"):
+            self._nested[key] = _as_json(key, value)
         else:
             self._parameters[key] = as_parameter(key, value)
 
@@ -201,13 +205,13 @@ class _Mapping:
     def build_request(self, stream: bool) -> InferRequest:
         """The request of the members taken; `stream` fills an absent `stream` input, where the model's config says so.
 
-        Lists, which v2 parameters cannot be, go with scalars as JSON into the input that is made for them.
+        Lists and objects, which v2 parameters cannot be, go with scalars as JSON into the input that is made for them.
         """
         if self._implied_stream and self._has("stream", "BOOL") and "stream" not in self._tensors:
             self._tensors["stream"] = json_tensors.input_tensor(self._specs["stream"], stream, self._batched)
-        if self._lists:
+        if self._nested:
             sampling: dict[str, Any] = {key: value for key, value in self._parameters.items() if key != "id"}
-            sampling |= self._lists
+            sampling |= self._nested
             if _SAMPLING in self._tensors:
                 sampling |= _sampling_object(self._tensors[_SAMPLING])
             self._tensors[_SAMPLING] = json_tensors.input_tensor(self._specs[_SAMPLING], json.dumps(sampling), False)

@@ -46,10 +46,9 @@ class AnswerPlan:
     """For the client."""
 
     def complete(self, add: AddRequest) -> AddRequest:
-        if self.thinking is None:
-            return replace(add, constraint=self.constraint)
-        budget = min(self.thinking, add.spec.max_tokens)  # more limits nothing, and a message holds 64 bits
-        end = self.tokenizer.encode(self.thinking_end, special=False)
+        end = [] if self.thinking is None else self.tokenizer.encode(self.thinking_end, special=False)
+        # More than an answer has limits nothing, and a message holds 64 bits.
+        budget = None if self.thinking is None else min(self.thinking, add.spec.max_tokens)
         return replace(add, constraint=self.constraint, thinking=budget, thinking_end=end)
 
     def builder(

@@ -191,7 +191,7 @@ def parse_fields(parameters: Mapping[str, Any], kind: type[S], ignored: list[str
         name: _NamedValue(name, value) for name, value in parameters.items() if name in fields and value is not None
     }
     for name in parameters.keys() - fields - _PROTOCOL:
-        if name.startswith("triton_"):
+        if name.startswith("triton_") or parameters[name] is None:
             continue
         alike = did_you_mean(name, fields)
         if alike or len(ignored) >= _MAX_IGNORED:
@@ -229,6 +229,8 @@ def _by_own_names(parameters: Mapping[str, Any], ignored: list[str] | None) -> d
         if _is_unknown(alias, name) and name.lower() in _UNSUPPORTED:
             name = name.lower()
         if _is_unknown(alias, name):
+            if value is None:
+                continue
             if ignored is None or len(ignored) >= _MAX_IGNORED or _alike(alias):
                 raise InvalidArgument(f"unknown parameter '{alias}'{_alike(alias)}", field=alias)
             ignored.append(alias)
@@ -280,9 +282,9 @@ def _convert(named: Mapping[str, _NamedValue], names: set[str], kind: type[T]) -
         return msgspec.convert(wanted, kind, strict=False)
     except msgspec.ValidationError as error:
         mismatch = describe_validation_error(error)
-        own, bracket, place = mismatch.path.partition("[")
+        own = mismatch.path.partition("[")[0]
         name, value = named[own]
-        element = bracket + place if isinstance(value, list) else ""
+        element = mismatch.path.removeprefix(own) if isinstance(value, list) else ""
         raise InvalidArgument(f"parameter '{name}{element}' {mismatch}", field=name) from error
     except InvalidArgument as error:
         culprit = named.get(error.field or "")

@@ -407,6 +407,11 @@ async def test_with_files_of_its_own(world: World, toys: list[Toy]) -> None:
         (("no",), Internal, "failed to load 'no', failed to poll from model repository: no model repository has"),
         (("no", "{}"), Internal, "failed to load 'no', failed to poll from model repository: no model repository has"),
         (("m", "{"), Internal, f"{UNREADABLE}: Invalid config override: "),
+        (
+            ("m", "null"),
+            Internal,
+            f"{UNREADABLE}: Invalid config override: a config is a mapping of fields to values, ",
+        ),
         (("m", '{"bogus": 1}'), Internal, f"{UNREADABLE}: Invalid config override: bogus: "),
         (("m", "[" * 100_000), Internal, f"{UNREADABLE}: Invalid config override: "),
         (("m", '{"name": "n"}'), Internal, f"{UNREADABLE}: unexpected directory name 'm'"),

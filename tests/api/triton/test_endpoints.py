@@ -209,7 +209,6 @@ MALFORMED = [
     ({"text_input": 5}, "Unable to parse 'text_input': attempt to access JSON non-string as string"),
     ({"text_input": {"a": 1}}, "Unable to parse 'text_input': attempt to access JSON non-string as string"),
     ({"text_input": [["a"]]}, "Unable to parse 'text_input': attempt to access JSON non-string as string"),
-    ({"text_input": None}, "Unable to parse 'text_input': attempt to access JSON non-string as string"),
     ({"stream": "false"}, "Unable to parse 'stream': attempt to access JSON non-boolean as boolean"),
     ({"stream": 1}, "Unable to parse 'stream': attempt to access JSON non-boolean as boolean"),
     ({"id": 5}, "Unable to parse 'id': attempt to access JSON non-string as string"),
@@ -218,9 +217,6 @@ MALFORMED = [
     (b'{"text_input": "a", "text_input": "b"}', "input 'text_input' already exists in request"),
     ({"text_input": "a", "parameters": {"text_input": "b"}}, "input 'text_input' already exists in request"),
     ({"parameters": 1}, "Expected JSON object for keyword: 'parameters'"),
-    ({"parameters": {"a": {"b": 1}}}, "Converting keyword: 'parameters': parameter 'a' has invalid type. "),
-    ({"best": {"b": 1}}, "parameter 'best' has invalid type. It should be either 'int', 'bool', or 'string'."),
-    ({"best": None}, "parameter 'best' has invalid type. It should be either 'int', 'bool', or 'string'."),
     ({"stop_token_ids": [1], "sampling_parameters": "{"}, "Unable to parse 'sampling_parameters': "),
     ({"stop_token_ids": [1], "sampling_parameters": "[]"}, "Unable to parse 'sampling_parameters': "),
     (b" " * 2001, "request JSON size of 2001 bytes exceeds the maximum allowed input size of 2000 bytes. "),
@@ -286,6 +282,31 @@ async def test_lists_travel_in_sampling_parameters(client: httpx.AsyncClient, ga
     await client.post(STREAM, json=body)
     sampling = json.loads(gateway.asked[0].inputs["sampling_parameters"].scalar)
     assert sampling == {"temperature": 0, "max_tokens": 5, "stop_token_ids": [1, 2]}
+
+
+async def test_objects_travel_as_lists_do(client: httpx.AsyncClient, gateway: Any) -> None:
+    for body in ({"structured_outputs": {"regex": "a"}}, {"parameters": {"structured_outputs": {"regex": "a"}}}):
+        assert (await client.post(GENERATE, json={"text_input": "a", **body})).status_code == 200
+        sampling = json.loads(gateway.asked[-1].inputs["sampling_parameters"].scalar)
+        assert sampling == {"structured_outputs": {"regex": "a"}}
+
+
+async def test_an_object_is_no_parameter_of_a_model_of_tensors(client: httpx.AsyncClient) -> None:
+    problem = "parameter 'a' has invalid type. It should be either 'int', 'float', 'bool', or 'string'."
+    nested = f"Converting keyword: 'parameters': {problem}"
+    for body, text in (({"a": {"b": 1}}, problem), ({"parameters": {"a": []}}, nested)):
+        response = await client.post("/v2/models/numbers/generate", json=body)
+        assert (response.status_code, response.json()["error"]) == (400, text)
+
+
+@pytest.mark.parametrize("name", ["temperature", "stream", "foo", "sampling_parameters"])
+async def test_a_null_asks_for_nothing(client: httpx.AsyncClient, gateway: Any, name: str) -> None:
+    for body in ({name: None}, {"parameters": {name: None}}):
+        assert (await client.post(GENERATE, json={"text_input": "a", **body})).status_code == 200
+        asked = gateway.asked[-1]
+        assert (asked.parameters, asked.inputs.keys()) == ({}, {"text_input", "stream"})
+    needed = await client.post("/v2/models/numbers/generate", json={"MATRIX": None})
+    assert needed.status_code == 400
 
 
 async def test_a_given_tensor_wins_over_parameters(client: httpx.AsyncClient, gateway: Any) -> None:

@@ -408,7 +408,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (
         {"inputs": [MATRIX], "parameters": {"p": []}},
         400,
-        "parameter 'p' has invalid type. It should be either 'int', 'bool', or 'string'.",
+        "parameter 'p' has invalid type. It should be either 'int', 'float', 'bool', or 'string'.",
     ),
     (
         {"inputs": [{**NO_DATA, "parameters": {"binary_data_size": 8}}]},

@@ -126,6 +126,9 @@ def test_what_nobody_knows_is_ignored_and_told() -> None:
     asked = InferRequest(id="", inputs=PROMPT, parameters={"trace_id": "x", "max_tokens": 5, "colour": 3})
     parsed = parse_infer_request(asked, OWN_LAYOUT)
     assert (parsed.ignored, parsed.requests[0].sampling.max_tokens) == (["trace_id", "colour"], 5)
+    ignored: list[str] = []
+    parse_request_parameters({}, replacing('{"colour": null, "max_tokns": null}'), ignored=ignored)
+    assert ignored == [], "a null asks for nothing"
     refused = {"max_tokns": 5, "IMAGE": 1, "mirostat": 2, "logprob_token_ids": [1], "do_sample": False}
     for name, value in refused.items():
         with pytest.raises(InvalidArgument) as refusal:
