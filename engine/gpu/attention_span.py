@@ -108,21 +108,24 @@ def attend_span(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """`states` after the tokens from `begin`, a multiple of TILE, to `end`, too: the state of the parts that are over,
-    and of the one that is not, of queries q [M, DIMS] at `position` [M]. `blocks` is the row's line of the block table.
-    MASKED: a query sees tokens up to `last` [M], and not all; others see all, and `end` is a multiple of TILE."""
+    """`states` after the tokens from `begin` to `end`, too: the state of the parts that are over, and of the one that
+    is not, of queries q [M, DIMS] at `position` [M]. `blocks`: the row's line of the block table. MASKED: a query sees
+    tokens up to `last` [M], and not all; others see all, and `end` is a multiple of TILE. So is `begin` without WINDOW;
+    what lies before a window may be another sequence's, and is not read."""
     before, before_total, before_mix, maximum, total, mix = states
     dim = tl.arange(0, DIMS)[None, :]
     if LARGEST_CODE > 0:
         scale = scale / LARGEST_CODE
     # Scores times `factor` are halvings.
     factor = (2 * softcap if CAPPED else scale) * _LOG2E
-    for at in range(begin, end, TILE):
+    for at in range(begin // TILE * TILE if WINDOW else begin, end, TILE):
         if at % PART == 0:
             before, before_total, before_mix = merge_states(before, before_total, before_mix, maximum, total, mix)
             maximum, total, mix = empty_state(mix.shape[0], DIMS)
         token = at + tl.arange(0, TILE)
         valid = (token < end) if MASKED else (token >= 0)
+        if WINDOW:
+            valid = valid & (token >= begin)
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(blocks + at // BLOCK_SIZE)
         elif MASKED:

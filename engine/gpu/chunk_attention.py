@@ -69,7 +69,7 @@ def chunk_kernel(
         end = tl.maximum(end, tl.max(last, 0) + 1)
     begin = 0
     if WINDOW:
-        begin = tl.maximum(start + offset - WINDOW + 1, 0) // TILE * TILE
+        begin = tl.maximum(start + offset - WINDOW + 1, 0)
     else:
         begin = (start + offset + 1) // TILE * TILE
         states = attend_span(

@@ -115,7 +115,7 @@ def decode_kernel(
         states = first_state(sinks, head, SINKS, M, DIMS) + empty_state(M, DIMS)
         seen = at
         if WINDOW:
-            seen = tl.maximum(at, tl.maximum(start - WINDOW + 1, 0) // TILE * TILE)
+            seen = tl.maximum(at, start - WINDOW + 1)
         before, before_total, before_mix, maximum, total, mix = attend_span(
             states, queries, keys, values, scales, blocks, kv_head, seen, tl.minimum(at + size, end), start + place,
             start + place, scale, softcap, BLOCK_LINES, SCALE_LINES, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED,

@@ -121,6 +121,22 @@ def test_decoding_rows_drafts_and_chunks_in_one_step(attention: LayerAttention, 
     Pair(spec(attention, kv_cache_dtype=kept), rows).check()
 
 
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_lies_before_a_window_is_not_read(kept: str) -> None:
+    """Its blocks are other sequences' by now, and may hold what is no number."""
+    window, rows = 20, [(110, 1), (130, 5), (120, 20)]
+    pair = Pair(spec(LayerAttention(window), kv_cache_dtype=kept), rows)
+    for line, (start, _) in enumerate(rows):
+        left = pair.tables[line, : (start - window + 1) // pair.shape.block_size]
+        assert len(left) % 4, "and they end in a tile"
+        if kept == "auto":
+            lines_of(pair.backends[0])[:, :, left] = torch.nan
+        else:
+            lines_of(pair.backends[0]).view(torch.uint8)[:, :, left] = 127
+            scales_of(pair.backends[0])[:, left] = torch.nan
+    pair.check()
+
+
 @pytest.mark.parametrize("window", [None, 12])
 def test_places_of_an_image_see_one_another(window: int | None) -> None:
     """Whether they are many, or so few that other rows of as many places decode."""
