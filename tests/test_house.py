@@ -117,7 +117,7 @@ BUDGETS = {
     "tokenization": 4_189,
     "media": 1_763,
     "scheduler": 2_565,
-    "engine": 32_938,
+    "engine": 32_951,
     "classic_backends": 8_987,
     "ensembles": 1_262,
     "routing": 250,

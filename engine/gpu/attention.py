@@ -42,6 +42,7 @@ def attend(
     rows = len(batch.counts)
     out = torch.empty(len(q), shape.heads * shape.head_dim, dtype=q.dtype, device=q.device)
     numbers = batch.rows, batch.starts, batch.counts, batch.first_places, batch.block_ids
+    decoded = batch.counts if tiles.decoded is None else tiles.decoded
     inputs = q, *cache.pointers, q if sinks is None else sinks, out
     sizes = batch.block_ids.stride(0), q.stride(0)
     if tiles.places:
@@ -53,9 +54,10 @@ def attend(
         plan = decode_plan(spec, tiles.places, sinks is not None) | launch
         lines = -(-tiles.places * spec.group // plan["M"])
         decode = decode_kernel[rows, shape.kv_heads * lines, shared.programs]
-        decode(*inputs, mixes, sums, *numbers, *sizes, *numbers_of_states, spec.scale, spec.softcap, **plan)
+        places = batch.starts, decoded, batch.first_places
+        few = batch.rows, *places, batch.block_ids
+        decode(*inputs, mixes, sums, *few, *sizes, *numbers_of_states, spec.scale, spec.softcap, **plan)
         if shared.states:
-            places = batch.starts, batch.counts, batch.first_places
             combine = combine_kernel[rows, shape.heads, tiles.places]
             plan = combine_plan(spec, tiles.places, sinks is not None) | launch
             combine(mixes, sums, inputs[4], out, *places, *numbers_of_states, **plan)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..step_batch import StepBatch
+from ..step_batch import StepBatch, to_device
 from .row_tiles import lay_recorded_tiles, lay_tiles
 from .runtime import LARGEST_CODES, capability
 
@@ -114,6 +114,8 @@ class StepTiles(NamedTuple):
     """The most parts of a decoding row's context."""
     chunks: Tensor | None
     """The tiles of chunks, int32 [T, row and offset]; of a recorded step followed by some of row -1, for nobody."""
+    decoded: Tensor | None = None
+    """int32 [R] the places of each row that decodes, 0 of others; None: those of `DeviceBatch`."""
 
 
 class ChunkTile(NamedTuple):
@@ -146,11 +148,16 @@ def plan_parts(spec: AttentionSpec, rows: int, tiles: StepTiles) -> PartsPlan:
 
 def plan_tiles(spec: AttentionSpec, batch: StepBatch) -> StepTiles:
     """The tiles of a step, from numbers that the host has."""
-    counts = batch.counts
+    apart = _ends_apart(spec, batch)
+    counts = batch.counts if apart is None else batch.counts * ~apart
     few = counts[counts <= spec.most_decoded]
     places = spec.decode_places(int(few.max())) if few.any() else 0
-    plan = _plan_recorded_chunks if batch.on_device.prompts else _plan_chunks
-    return StepTiles(places, most_parts(spec, batch.longest), plan(spec, batch, places))
+    if batch.on_device.prompts:
+        chunks: Tensor | None = _plan_recorded_chunks(spec, batch, places)
+    else:
+        chunks = _plan_chunks(spec, batch, places, apart)
+    decoded = None if apart is None or not places else to_device(counts, batch.token_ids.device)
+    return StepTiles(places, most_parts(spec, batch.longest), chunks, decoded)
 
 
 def most_parts(spec: AttentionSpec, longest: int) -> int:
@@ -159,10 +166,11 @@ def most_parts(spec: AttentionSpec, longest: int) -> int:
     return min(parts, -(-(spec.window + spec.most_decoded) // PART_TOKENS) + 1) if spec.window else parts
 
 
-def _plan_chunks(spec: AttentionSpec, batch: StepBatch, places: int) -> Tensor | None:
-    """The tiles of the rows with more than `places` places, and of those whose places see some behind themselves."""
-    wanted = (batch.counts > places) | _sees_ahead(spec, batch)
-    left = np.flatnonzero(wanted)
+def _plan_chunks(
+    spec: AttentionSpec, batch: StepBatch, places: int, apart: NDArray[np.bool_] | None = None
+) -> Tensor | None:
+    """The tiles of the rows with more than `places` places, and of those `apart`."""
+    left = np.flatnonzero(batch.counts > (places if apart is None else np.where(apart, 0, places)))
     if not len(left):
         return None
     device = batch.token_ids.device
@@ -183,14 +191,15 @@ def _tokens_of_chunks(spec: AttentionSpec, device: torch.device) -> int:
     return lines // spec.group
 
 
-def _sees_ahead(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_]:
-    """[R] whether a place of the row sees some behind itself."""
+def _ends_apart(spec: AttentionSpec, batch: StepBatch) -> NDArray[np.bool_] | None:
+    """[R] whether a place of the row sees some behind itself, or not all before: only chunks are told what each sees.
+    None: no row has any."""
     moved = batch.moved
     if not spec.both_ways or moved is None or moved.ends is None:
-        return np.zeros(len(batch.rows), np.bool_)
+        return None
     own = np.repeat(batch.starts - batch.first_places, batch.counts) + np.arange(1, batch.size + 1)
-    sees: NDArray[np.bool_] = np.logical_or.reduceat(moved.ends > own, batch.first_places)
-    return sees
+    apart: NDArray[np.bool_] = np.logical_or.reduceat(moved.ends != own, batch.first_places)
+    return apart if apart.any() else None
 
 
 def _sizes(spec: AttentionSpec, sinks: bool) -> dict[str, Any]:

@@ -64,14 +64,16 @@ def chunk_kernel(
     blocks = block_ids + tl.load(rows + index).to(tl.int64) * table_stride
     end = start + tl.minimum(offset + M // group, count)
     last = start + place
+    least = start + offset + 1
     if SPANS:
         last = tl.load(ends + token, mask=exists, other=0) - 1
-        end = tl.maximum(end, tl.max(last, 0) + 1)
+        end = tl.max(last, 0) + 1
+        least = tl.min(tl.where(exists, last, end), 0) + 1
     begin = 0
     if WINDOW:
         begin = tl.maximum(start + offset - WINDOW + 1, 0)
     else:
-        begin = (start + offset + 1) // TILE * TILE
+        begin = least // TILE * TILE
         states = attend_span(
             states, queries, keys, values, scales, blocks, kv_head, 0, begin, start + place, last, scale, softcap,
             BLOCK_LINES, SCALE_LINES, HEAD_DIM, BLOCK_SIZE, LARGEST_CODE, WINDOW, CAPPED, False, PART, TILE, DIMS,

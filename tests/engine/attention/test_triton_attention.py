@@ -16,6 +16,7 @@ from charonia.engine.attention.selector import capable_backends, create_backend
 from charonia.engine.attention.triton_attention import TritonAttention
 from charonia.engine.checkpoint.model_spec import LayerAttention, RopeSpec
 from charonia.engine.gpu import runtime
+from charonia.engine.gpu.attention_plan import AttentionSpec, CacheShape, plan_tiles
 from charonia.engine.layers.norm import QKNorm
 from charonia.engine.layers.rotary import TorchRotary
 from charonia.engine.step_batch import DeviceBatch, StepBatch, StepPositions, upload_columns
@@ -119,6 +120,25 @@ class Pair:
 def test_decoding_rows_drafts_and_chunks_in_one_step(attention: LayerAttention, kept: str) -> None:
     rows = [(40, 1), (0, 1), (15, 5), (16, 8), (0, 30), (31, 50)] if kept == "auto" else [(40, 1), (15, 5), (31, 20)]
     Pair(spec(attention, kv_cache_dtype=kept), rows).check()
+
+
+def test_rows_may_have_more_tokens_than_they_see() -> None:
+    """As over an encoder's output with fewer rows than a chunk has tokens, or a decoding row places; what lies behind
+    its end is not read."""
+    seen, counts = [20, 1, 90, 70, 50], [100, 3, 2, 80, 1]
+    pair = Pair(spec(LayerAttention(both_ways=True)), [(max(row), 0) for row in zip(seen, counts, strict=True)])
+    for line, end in enumerate(seen):
+        lines_of(pair.backends[0])[:, :, pair.tables[line, -(-end // 16) : -(-max(end, counts[line]) // 16)]] = (
+            torch.nan
+        )
+    pair.moved = StepPositions(np.zeros(5, np.int32), None, np.repeat(np.array(seen, np.int32), counts))
+    starts = np.maximum(np.subtract(seen, counts), 0).tolist()
+    batch = pair.batch([*zip(starts, counts, strict=True)], [*range(5)])
+    found, right = (backend.begin_step(batch)(0, random(batch.size, 6, 16), None, None) for backend in pair.backends)
+    torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-3)
+    decoded = plan_tiles(AttentionSpec(CacheShape(6, 2, 16, 16), 0.25, both_ways=True), batch).decoded
+    assert decoded is not None
+    assert decoded.tolist() == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("kept", KEPT)
