@@ -26,6 +26,8 @@ _KINDS = {
     "array": "a list",
     "object": "an object",
 }
+_BOUNDED_INTEGER = "an integer of at most 64 bits"
+"""Said where a number came in place of one, for JSON's longer integers are read as numbers."""
 _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?P<limits>.*?)(, got `(?P<got>[^`]+)`)?", re.DOTALL)
 _NAMED = re.compile(r"Object (?P<problem>missing required|contains unknown) field `(?P<name>[^`]*)`")
 
@@ -266,5 +268,7 @@ def describe_validation_error(error: msgspec.ValidationError) -> ValidationMisma
     if expected := _EXPECTED.fullmatch(text):
         kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | ") if kind != "null")
         got = expected["got"] or ""
+        if got == "float":
+            kinds = kinds.replace(_KINDS["int"], _BOUNDED_INTEGER)
         return ValidationMismatch(path, f"must be {kinds or 'null'}{expected['limits']}", _KINDS.get(got, got))
     return ValidationMismatch(path, f"is wrong: {text}")

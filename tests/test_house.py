@@ -110,19 +110,19 @@ MOST_LINES = 400
 NAMES_AN_EXTRA = re.compile(r"\bextras[./]\w|\bimport extras\b|from \.+extras\b")
 # Raising one is a line in a commit that says why.
 BUDGETS = {
-    "core": 2_518,
+    "core": 2_521,
     "processes": 1_245,
     "telemetry": 3_025,
     "kvcache": 1_620,
     "tokenization": 4_189,
     "media": 1_763,
     "scheduler": 2_565,
-    "engine": 32_951,
+    "engine": 32_952,
     "classic_backends": 8_987,
     "ensembles": 1_262,
     "routing": 250,
     "repository": 5_187,
-    "api": 10_930,
+    "api": 10_956,
     "http_workers": 2_588,
     "extras/trtllm": 1_965,
     "extras/batches": 1_410,

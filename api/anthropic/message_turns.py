@@ -13,7 +13,7 @@ import msgspec
 from ...core.structured_outputs import json_text
 from ..openai.json_body import convert_fields, field_error, reject_unsupported, shortened
 from ..openai.known_fields import Shape, ShapeByType, shape_of
-from ..openai.media_parts import UNSEEN, UNSEEN_WARNING
+from ..openai.media_parts import UNSEEN, UNSEEN_WARNING, UNSERVED_FILE_WARNING
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -333,7 +333,8 @@ class ChatTurns:
 
     def _unseen(self, what: str, source: Mapping[str, Any], place: str) -> str:
         media = source.get("media_type")
-        self._note(UNSEEN_WARNING.format(what), place)
+        warning = UNSERVED_FILE_WARNING if source.get("type") == "file" else UNSEEN_WARNING
+        self._note(warning.format(what), place)
         return UNSEEN.format(f"{what}, {media}" if isinstance(media, str) and len(media) <= 100 else what)
 
     def _note(self, warning: str, place: str) -> None:

@@ -21,7 +21,7 @@ from ..openai.json_body import (
     shortened,
 )
 from ..openai.known_fields import ShapeByType, shape_of
-from ..openai.request_parsing import BUDGET_NOTES, CHAT_FIELDS, THINKING_NOTES
+from ..openai.request_parsing import CHAT_FIELDS, THINKING_NOTES
 from ..openai.schemas import CHAT_NO_OP_VALUES, thinking_variables
 from ..openai.translated_chat import FieldNames, TranslatedChat, parse_translated
 from .message_turns import BLOCK_SHAPE, TURN_SHAPE, ChatTurns, JsonObject
@@ -152,7 +152,7 @@ MESSAGES_SHAPE = body_shape(
         "output_config": shape_of(OutputConfig, {"format": _FORMAT_SHAPE}),
         "output_format": _FORMAT_SHAPE,
     },
-    {**BUDGET_NOTES, "enable_thinking": THINKING_NOTES["enable_thinking"]},
+    {"enable_thinking": THINKING_NOTES["enable_thinking"]},
 )
 
 

@@ -91,7 +91,11 @@ _TEXT_SHAPES = {
     "refusal": shape_of(_RefusalPart),
 }
 _THINKING = "thinking"
-_PARTS = ShapeByType({**_TEXT_SHAPES, _THINKING: shape_of(_ThinkingPart), **MEDIA_SHAPES}, default="text")
+_PARTS = ShapeByType(
+    {**_TEXT_SHAPES, _THINKING: shape_of(_ThinkingPart), **MEDIA_SHAPES},
+    default="text",
+    implied=("image_url", "image_embeds", "input_audio", "audio_url", "video_url", "refusal", _THINKING),
+)
 MESSAGE_SHAPE = Shape(
     frozenset((*_FIELDS, *MESSAGE_NO_OP_VALUES)),
     {
@@ -183,6 +187,8 @@ def _read_parts(where: str, parts: list[Any], role: str) -> _Parts:
     after_text = False
     for index, part in enumerate(parts):
         place = f"{where}.content[{index}]"
+        if isinstance(part, dict):
+            part = {**part, "type": _PARTS.type_of(part)}
         if _is_medium(part):
             media.append(read_medium(place, part, len(text)))
             after_text = False

@@ -47,13 +47,21 @@ class Shape(NamedTuple):
 
 
 class ShapeByType(NamedTuple):
-    """The shape of an object by its member `type`, or by `default` without one. The endpoint refuses other types."""
+    """The shape of an object by its `type`. Without one it is of the first type of those `implied` that is the name of
+    a member, or of the `default` one. The endpoint refuses other types."""
 
     shapes: Mapping[str, Shape]
     default: str = ""
+    implied: tuple[str, ...] = ()
+
+    def type_of(self, members: Mapping[str, Any]) -> Any:
+        kind = members.get("type")
+        if kind is not None:
+            return kind
+        return next((name for name in self.implied if members.get(name) is not None), self.default)
 
     def of(self, members: Mapping[str, Any]) -> Shape | None:
-        kind = members.get("type") or self.default
+        kind = self.type_of(members)
         return self.shapes.get(kind) if isinstance(kind, str) else None
 
 

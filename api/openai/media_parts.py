@@ -17,6 +17,7 @@ from .known_fields import Shape, shape_of
 UNSEEN = "[{}: it is here, but this model cannot read it]"
 """Stands where something was that is no text: an agent goes on, and its model knows why."""
 UNSEEN_WARNING = "this model takes none; the text says that there was one: {}"
+UNSERVED_FILE_WARNING = "file_id is not served; the text says that there was one: {}"
 _VIDEOS = ("video_url", "input_video", "video")
 _LONGEST_TYPE = 100
 _LONGEST_UUID, _LONGEST_FORMAT, _LONGEST_OPTIONS = 256, 16, 1000

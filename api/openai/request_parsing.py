@@ -16,6 +16,7 @@ from .json_body import BodyFormat, body_shape, convert_fields, field_error, shor
 from .known_fields import Shape, ShapeByType, shape_of
 from .media_parts import unused_options
 from .schemas import (
+    BUDGET_NAMES,
     CHAT_NO_OP_VALUES,
     COMPLETION_NO_OP_VALUES,
     TOKENIZE_NO_OP_VALUES,
@@ -40,23 +41,18 @@ _COMPLETION_FIELDS = frozenset((*CompletionBody.__struct_fields__, *SamplingFiel
 _NO_OPTIONS: Mapping[str, Any] = {}
 CHAT_FIELDS = frozenset((*ChatBody.__struct_fields__, *SamplingFields.__struct_fields__))
 
-BUDGET_NOTES = {
-    "thinking_budget": "taken for thinking_token_budget",
-    "thinking_budget_tokens": "taken for thinking_token_budget",
-}
-"""Of Qwen's and llama.cpp's names."""
 THINKING_NOTES = {
-    **BUDGET_NOTES,
     "enable_thinking": "taken for chat_template_kwargs.enable_thinking",
     "thinking": "taken for chat_template_kwargs.enable_thinking and thinking_token_budget",
-    "reasoning": "taken for reasoning_effort, chat_template_kwargs.enable_thinking and include_reasoning",
+    "reasoning": "taken for reasoning_effort, chat_template_kwargs.enable_thinking, thinking_token_budget and "
+    "include_reasoning",
 }
 _OF_BOTH: Mapping[str, Shape | ShapeByType] = {
     "stream_options": shape_of(StreamOptions),
     "response_format": RESPONSE_FORMAT_SHAPE,
 }
 COMPLETION_SHAPE = body_shape(
-    _COMPLETION_FIELDS | CHAT_FIELDS - THINKING_NOTES.keys(), COMPLETION_NO_OP_VALUES, _OF_BOTH
+    _COMPLETION_FIELDS | CHAT_FIELDS - THINKING_NOTES.keys() - set(BUDGET_NAMES), COMPLETION_NO_OP_VALUES, _OF_BOTH
 )
 CHAT_SHAPE = body_shape(
     _COMPLETION_FIELDS | CHAT_FIELDS,
@@ -154,7 +150,11 @@ def parse_chat(body: Mapping[str, Any], request_id: str) -> ParsedCompletion:
     try:
         sampling = _sampling(members, fields, spec, getattr(fields, limit))
         parsed = _parsed(spec, members, fields, [conversation], sampling, answer)
-        warnings = (*unenforced_grammars(fields.tools), *unused_options(fields.mm_processor_kwargs, conversation))
+        warnings = (
+            *fields.budget_warnings,
+            *unenforced_grammars(fields.tools),
+            *unused_options(fields.mm_processor_kwargs, conversation),
+        )
         return msgspec.structs.replace(parsed, warnings=warnings) if warnings else parsed
     except InvalidArgument as error:
         if error.field != "max_tokens":

@@ -11,7 +11,7 @@ from ...core.structured_outputs import json_text
 from ..http.error_responses import ApiError
 from .json_body import NoOpValues, field_error, reject_unsupported, shortened
 from .known_fields import Shape, ShapeByType
-from .media_parts import UNSEEN, UNSEEN_WARNING, part_complaint
+from .media_parts import UNSEEN, UNSEEN_WARNING, UNSERVED_FILE_WARNING, part_complaint
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -285,7 +285,8 @@ class InputMessages:
             what = _UNSEEN_PARTS[kind]
             if what == "image" and not any(members.get(name) for name in ("image_url", "file_id")):
                 raise field_error(f"{where}.image_url", "must be a URL")
-            self._warnings.setdefault(UNSEEN_WARNING.format(what), where)
+            warning = UNSERVED_FILE_WARNING if members.get("file_id") else UNSEEN_WARNING
+            self._warnings.setdefault(warning.format(what), where)
             return UNSEEN.format(what)
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise field_error(f"{where}.type", part_complaint(kind, (*_TEXT_PARTS, *_UNSEEN_PARTS)))

@@ -93,6 +93,9 @@ class PredictedContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`."""
 
+BUDGET_NAMES = ("thinking_budget", "thinking_budget_tokens")
+"""Qwen's and llama.cpp's names of `thinking_token_budget`."""
+
 StringOrList: TypeAlias = str | tuple[str, ...] | None
 
 
@@ -212,6 +215,14 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     def reasoning_budget(self) -> int | None:
         """Tokens that the model may reason for, by the first of the fields that say so; None is no limit, which vLLM
         calls -1."""
+        field, budget = next(iter(self._budgets.items()), ("", -1))
+        if budget < -1:
+            raise field_error(field, f"must be -1 or at least 0, got {budget}")
+        return None if budget == -1 else budget
+
+    @property
+    def _budgets(self) -> dict[str, int]:
+        """The budgets for reasoning by their fields, of which the first counts."""
         thinking = self.thinking if isinstance(self.thinking, ThinkingSwitch) else None
         reasoning = self.reasoning if isinstance(self.reasoning, ReasoningOptions) else None
         stated = {
@@ -221,10 +232,14 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
             "thinking.budget_tokens": thinking.budget_tokens if thinking else None,
             "reasoning.max_tokens": reasoning.max_tokens if reasoning else None,
         }
-        field, budget = next(((name, value) for name, value in stated.items() if value is not None), ("", -1))
-        if budget < -1:
-            raise field_error(field, f"must be -1 or at least 0, got {budget}")
-        return None if budget == -1 else budget
+        return {name: value for name, value in stated.items() if value is not None}
+
+    @property
+    def budget_warnings(self) -> tuple[str, ...]:
+        """What is told of budgets by other services' names, and of those beside another."""
+        first, *others = self._budgets or ("",)
+        taken = (f"{first}: taken for thinking_token_budget",) if first in BUDGET_NAMES else ()
+        return (*taken, *(f"{name}: ignored beside another budget" for name in others))
 
     @property
     def shows_reasoning(self) -> bool:

@@ -24,6 +24,7 @@ from .chunk_builder import ChunkBuilder, TextEnds
 from .token_stream import TokenDelta, TokenWriter
 
 _UNKNOWN_TOOLS = "tools: this model's chat template does not know them; only required calls can be made"
+_NO_REASONING = "this model's chat template has no reasoning to limit"
 _TAIL = 32
 """The prompt's last tokens: enough for the marker that opens the reasoning there."""
 
@@ -90,7 +91,9 @@ def plan_answer(
     if reasoning is None:
         if request.needs_thinking_limit:
             field = "thinking_token_budget"
-            raise InvalidArgument(f"{field}: this model's chat template has no reasoning to limit", field=field)
+            raise InvalidArgument(f"{field}: {_NO_REASONING}", field=field)
+        if request.thinking_budget_optional:
+            warning = "; ".join(filter(None, (warning, f"the budget for reasoning is ignored: {_NO_REASONING}")))
         if form.tools is None:
             return AnswerPlan(prompt, tokenizer, None, constraint, warning=warning)
         return AnswerPlan(prompt, tokenizer.showing(form.markers), form.reader(use), constraint, warning=warning)

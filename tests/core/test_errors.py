@@ -38,6 +38,7 @@ class Outer(msgspec.Struct, forbid_unknown_fields=True):
         ({"name": "a", "nmae": 1}, "nmae", "is unknown"),
         ({"name": None}, "name", "must be a string, got null"),
         ({"name": "a", "count": "b"}, "count", "must be an integer, got a string"),
+        ({"name": "a", "count": 1e30}, "count", "must be an integer of at most 64 bits, got a number"),
         ({"name": "a", "count": 0}, "count", "must be an integer >= 1"),
         ({"name": "a", "count": 10}, "count", "must be an integer <= 9"),
         ({"name": "a", "inner": {}}, "inner", "must be a list, got an object"),

@@ -162,6 +162,30 @@ async def test_a_budget_by_its_own_name_is_no_wish(client: httpx.AsyncClient, ga
     assert wrong.json()["error"]["param"] == "thinking_budget"
 
 
+@pytest.mark.parametrize(
+    ("fields", "budget", "notes"),
+    [
+        (
+            {"thinking_budget": 3, "thinking_token_budget": 20, "thinking_budget_tokens": None},
+            20,
+            "thinking_budget: ignored beside another budget",
+        ),
+        (
+            {"thinking_budget": 3, "reasoning": {"max_tokens": 5}},
+            3,
+            "reasoning: taken for reasoning_effort, chat_template_kwargs.enable_thinking, thinking_token_budget and "
+            "include_reasoning; thinking_budget: taken for thinking_token_budget; "
+            "reasoning.max_tokens: ignored beside another budget",
+        ),
+    ],
+)
+async def test_of_two_budgets_the_ignored_one_is_named(
+    client: httpx.AsyncClient, gateway: Any, fields: Any, budget: int, notes: str
+) -> None:
+    answer = await client.post(CHAT, json=HI | fields)
+    assert (answer.status_code, gateway.asked[0].thinking_budget, answer.headers[WARNING]) == (200, budget, notes)
+
+
 @pytest.mark.parametrize(("path", "body"), [("/v1/responses", {"model": "llm", "input": "hi"}), ("/v1/messages", HI)])
 async def test_other_endpoints_take_a_budget_by_other_names_too(
     client: httpx.AsyncClient, gateway: Any, path: str, body: Any

@@ -57,6 +57,8 @@ SOUND = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
                  grid=(1, 4, 6))),
         ({"type": "image_embeds", "uuid": "u"},
          replace(image("messages[0].content[1].image_embeds", 4, "", "u"), encoded=True)),
+        ({"image_url": {"url": URL}}, image("messages[0].content[1].image_url", 4)),
+        ({"type": None, "image_url": URL, "text": None}, image("messages[0].content[1].image_url", 4)),
         ({"type": "input_image", "image_url": URL, "detail": "auto"}, image("messages[0].content[1].image_url", 4)),
     ],
 )  # fmt: skip
@@ -91,6 +93,16 @@ def test_media_beside_an_image_are_as_without_its_options() -> None:
     assert isinstance(prompt, Conversation)
     got = [[medium.options for medium in message.media] for message in prompt.messages]
     assert got == [["", ""], ["", '{"max_pixels":784}']]
+
+
+def test_a_part_without_a_type_is_what_its_member_is_called() -> None:
+    parts = [PART, ROWS, SOUND, {"type": "audio_url", "audio_url": URL}, LOOK, {"type": "refusal", "refusal": "no"}]
+    untyped = [{name: value for name, value in part.items() if name != "type"} for part in parts]
+    typed, read = (
+        parse_chat({"model": "any", "messages": [{"role": "user", "content": content}]}, "id").requests[0].prompt
+        for content in (parts, untyped)
+    )
+    assert read == typed
 
 
 async def test_other_protocols_say_how_their_images_are_processed(client: httpx.AsyncClient, gateway: Any) -> None:
@@ -158,6 +170,7 @@ async def test_a_tool_of_a_chat_shows_an_image(client: httpx.AsyncClient, gatewa
         ({"type": "input_audio"}, "messages[0].content[0].input_audio"),
         ({"type": "audio_url", "audio_url": {"url": 5}}, "messages[0].content[0].audio_url.url"),
         ({"type": "video_url", "video_url": {"url": URL}}, "messages[0].content[0].type"),
+        ({"video_url": {"url": URL}}, "messages[0].content[0].type"),
     ],
 )
 async def test_a_part_that_is_no_medium_is_refused(client: httpx.AsyncClient, part: Any, field: str) -> None:
@@ -173,6 +186,13 @@ async def test_a_chat_of_a_model_that_does_not_see_is_refused(client: httpx.Asyn
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, place)
         assert error["message"] == f"{place}: model 'llm' takes no image: it reads text alone"
+
+
+async def test_a_file_by_its_id_is_told_of_as_what_is_not_served(client: httpx.AsyncClient) -> None:
+    turn = {"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}
+    answer = await ask(client, RESPONSES, [turn])
+    said = "input[0].content[0]: file_id is not served; the text says that there was one: image"
+    assert (answer.status_code, answer.headers["x-charonia-warning"]) == (200, said)
 
 
 async def test_a_kind_that_a_model_refuses_has_its_reason(client: httpx.AsyncClient) -> None:

@@ -323,6 +323,11 @@ async def test_a_budget_is_refused_where_nothing_is_reasoned(model: LlmModel) ->
     assert caught.value.field == "thinking_token_budget"
     whole = join_chunks(await answer(model, msgspec.structs.replace(request, lenient_limits=True)))
     assert whole.finish_reason is not None
+    context, wish = RequestContext("test"), msgspec.structs.replace(request, thinking_budget_optional=True)
+    join_chunks([chunk async for chunk in model.generate(wish, context)])
+    assert context.warnings == [
+        "the budget for reasoning is ignored: this model's chat template has no reasoning to limit"
+    ]
 
 
 async def test_an_echoed_prompt_is_not_read(model: LlmModel, engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
