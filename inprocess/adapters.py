@@ -22,6 +22,17 @@ def adapter_name(lora_request: Any) -> str:
     return name
 
 
+def lora_requests(lora_request: Any, prompts: int) -> list[Any]:
+    """What each of so many prompts asks for, of one for all of them or a list. Raises `InvalidArgument` for a list of
+    another length."""
+    if not isinstance(lora_request, list | tuple):
+        return [lora_request] * prompts
+    if len(lora_request) != prompts:
+        message = f"lora_request must have one for each of {prompts} prompts, got {len(lora_request)}"
+        raise InvalidArgument(message, field="lora_request")
+    return list(lora_request)
+
+
 def _located(path: str) -> str:
     """A directory as it is compared with others: absolute, and without links."""
     return os.path.realpath(os.path.expanduser(path))

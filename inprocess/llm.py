@@ -5,7 +5,7 @@ See https://docs.vllm.ai/en/latest/api/vllm/entrypoints/llm.
 
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self, TypeAlias, TypeVar
@@ -15,7 +15,7 @@ from ..core.errors import InvalidArgument, Unsupported
 from ..core.gateway import ModelHandle
 from ..core.request import TokenizeRequest
 from ..repository.gateway import InProcessGateway
-from .adapters import ProgramAdapters
+from .adapters import ProgramAdapters, lora_requests
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .generation import Generator
 from .loop_thread import BridgedStream
@@ -94,7 +94,7 @@ class LLM:
 
         `prompts`: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
         `lora_request`: an adapter's name, or an object with `lora_name`, `lora_path` and maybe `lora_int_id`, which is
-        loaded if need be. `priority`: the class of each prompt, 0 the most urgent.
+        loaded if need be, or a list with one for each prompt. `priority`: the class of each prompt, 0 the most urgent.
 
         Raises:
             CharoniaError: a prompt is refused or fails; the others are cancelled.
@@ -149,6 +149,8 @@ class LLM:
         new. A thread iterates over it, or a task of any event loop. Raises as `chat`."""
         lora_request = template.pop("lora_request", None)
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, dict) for item in prompt)
+        if not is_chat:
+            _refuse(template, {})
         given = given_conversations(prompt, **template) if is_chat else given_prompts(prompt)
         asked = list(asked_prompts(given, sampling_params))
         if len(asked) != 1:
@@ -293,12 +295,17 @@ class LLM:
         return list(asked_prompts(given_conversations(messages, **template), sampling))
 
     async def _answer(self, asked: list[AskedPrompt], bar: Progress, lora_request: Any) -> list[RequestOutput]:
-        async with self._adapters.use(lora_request) as adapter:
-            asked = [prompt.with_adapter(adapter) for prompt in asked]
+        wanted = lora_requests(lora_request, len(asked))
+        async with AsyncExitStack() as used:
+            names = {
+                key: await used.enter_async_context(self._adapters.use(adapter))
+                for key, adapter in {id(adapter): adapter for adapter in wanted}.items()
+            }
+            asked = [prompt.with_adapter(names[id(adapter)]) for prompt, adapter in zip(asked, wanted, strict=True)]
             with _progress(bar, len(asked), "Prompts") as on_answer:
                 outputs = await self._generator.answer_all(asked, on_answer)
-        for output in outputs:
-            output.lora_request = lora_request
+        for output, adapter in zip(outputs, wanted, strict=True):
+            output.lora_request = adapter
         return outputs
 
     async def _search(

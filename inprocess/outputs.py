@@ -1,7 +1,7 @@
 """What a language model answers to a program, in the shapes that vLLM's offline users know."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ class PoolingRequestOutput:
 
     request_id: str
     outputs: PoolingOutput
-    prompt_token_ids: list[int] = field(default_factory=list)
-    """As they were given; empty of a text."""
+    prompt_token_ids: list[int] | None = None
+    """As they were given; None of texts, which the encoder's process tokenizes."""
     finished: bool = True
 
 
@@ -97,8 +97,8 @@ class EmbeddingRequestOutput:
 
     request_id: str
     outputs: EmbeddingOutput
-    prompt_token_ids: list[int] = field(default_factory=list)
-    """As they were given; empty of a text."""
+    prompt_token_ids: list[int] | None = None
+    """As they were given; None of texts, which the encoder's process tokenizes."""
     finished: bool = True
 
 
@@ -119,8 +119,8 @@ class ClassificationRequestOutput:
 
     request_id: str
     outputs: ClassificationOutput
-    prompt_token_ids: list[int] = field(default_factory=list)
-    """As they were given; empty of a text."""
+    prompt_token_ids: list[int] | None = None
+    """As they were given; None of texts, which the encoder's process tokenizes."""
     finished: bool = True
 
 

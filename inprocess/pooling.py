@@ -90,5 +90,5 @@ def _inputs(prompts: Any) -> list[Any]:
     return inputs
 
 
-def _given_ids(value: Any) -> list[int]:
-    return value if isinstance(value, list) else []
+def _given_ids(value: Any) -> list[int] | None:
+    return value if isinstance(value, list) else None

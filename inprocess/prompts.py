@@ -17,6 +17,23 @@ from .sampling_params import SamplingParams, asks_for_nothing
 _FORMS = "must be a text, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 
+_TEMPLATE_FIELDS = frozenset(
+    (
+        "chat_template",
+        "chat_template_kwargs",
+        "chat_template_content_format",
+        "add_generation_prompt",
+        "continue_final_message",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "enable_thinking",
+        "thinking",
+        "reasoning",
+    )
+)
+"""What a chat's rendering depends on; how contents are formatted is the template's own here."""
+
+
 class GivenPrompt(NamedTuple):
     """A prompt, and the text that it was given as."""
 
@@ -94,10 +111,16 @@ def _ids(ids: Sequence[int], where: str) -> tuple[int, ...]:
 
 def given_conversations(messages: Any, tools: Any = None, **template: Any) -> list[GivenPrompt]:
     """One conversation or several, each a list of messages as OpenAI has them. `template`: fields of a chat's body that
-    say how they are rendered. Raises `InvalidArgument`."""
+    say how they are rendered. Raises `InvalidArgument`, and `TypeError` for other arguments."""
+    if stray := next((name for name in template.keys() - _TEMPLATE_FIELDS if not asks_for_nothing(template[name])), ""):
+        raise TypeError(f"got an unexpected keyword argument '{stray}'")
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidArgument("messages must be a list of messages, or a list of such lists", field="messages")
     several = messages if messages and isinstance(messages[0], Sequence) else [messages]
+    for index, conversation in enumerate(several):
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+            got = type(conversation).__name__
+            raise InvalidArgument(f"messages[{index}] must be a list of messages, got a {got}", field="messages")
     fields = {"tools": tools, **template}
     parsed_tools = parse_tools(convert_fields({"messages": [], **fields}, ChatBody).tools)
     prompts = []
@@ -112,7 +135,10 @@ def asked_prompts(
 ) -> Iterator[AskedPrompt]:
     """Each prompt with its sampling parameters, which are those of all or one for each. Raises `InvalidArgument`."""
     params = SamplingParams.of_model() if sampling is None else sampling
-    several = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    several = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    if not isinstance(several, Sequence) or not all(isinstance(own, SamplingParams) for own in several):
+        message = f"sampling_params must be SamplingParams, or a list of them, got {sampling!r:.100}"
+        raise InvalidArgument(message, field="sampling_params")
     if len(several) != len(prompts):
         message = f"there are {len(several)} sampling_params for {len(prompts)} prompts"
         raise InvalidArgument(message, field="sampling_params")

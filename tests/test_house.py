@@ -132,7 +132,7 @@ BUDGETS = {
     "bench": 7_573,
     "cli": 2_979,
     "extras/optimizer": 4_050,
-    "inprocess": 1_898,
+    "inprocess": 1_935,
 }
 """Lines of code that a room has at most, as `tests/house_figures.py` counts them."""
 NOT_PACKAGES = {"tests", "examples", "docs", "deploy", "build"}

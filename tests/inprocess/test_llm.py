@@ -190,6 +190,13 @@ class Structured:
         (lambda llm: llm.generate({"prompt_token_ids": ARRAY}), "prompts must be a text"),
         (lambda llm: llm.chat(ARRAY), "messages must be a list of messages"),
         (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list of messages"),
+        (lambda llm: llm.chat(None), "messages must be a list of messages"),
+        (lambda llm: llm.chat([[{"role": "user", "content": "a"}], None]), "messages[1] must be a list of messages"),
+        (lambda llm: llm.generate("a", {"max_tokens": 2}), "sampling_params must be SamplingParams, or a list of them"),  # type: ignore[arg-type]
+        (lambda llm: llm.generate(["a"], [None]), "sampling_params must be SamplingParams, or a list of them"),  # type: ignore[list-item]
+        (lambda llm: llm.generate("a", 3), "sampling_params must be SamplingParams, or a list of them, got 3"),  # type: ignore[arg-type]
+        (lambda llm: llm.generate(["a", "b"], lora_request=[None]), "lora_request must have one for each of 2 prompts"),
+        (lambda llm: llm.generate("a", lora_request=["nobody"]), "'lora_name' is not supported by this model"),
         (lambda llm: llm.generate([[-1]]), "prompts[0]: token ids must be numbers of at least 0"),
         (lambda llm: llm.generate("a", SamplingParams(top_p=7)), "top_p must be above 0 and at most 1, got 7"),
         (lambda llm: llm.generate("a", SamplingParams(top_k="x")), "top_k must be an integer"),  # type: ignore[arg-type]
@@ -255,12 +262,21 @@ def test_what_vllm_s_encoders_take_is_refused_by_name(
         ask(llm, "a", nope=1)
 
 
+def test_an_argument_that_no_chat_has_is_refused(llm: charonia.LLM) -> None:
+    for ask in (llm.chat, llm.stream):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokens'"):
+            ask([{"role": "user", "content": "a"}], max_tokens=5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chat_template'"):
+        llm.stream("a", chat_template="x")
+
+
 def test_programs_for_vllm_pass_what_asks_for_nothing(llm: charonia.LLM) -> None:
     params = SamplingParams(
         max_tokens=1, detokenize=True, output_kind=2, extra_args=None, best_of=None, logits_processors=None
     )
     [output] = llm.generate([5], params, use_tqdm=False, lora_request=None, priority=[3])
     assert (output.metrics, output.lora_request) == (None, None)
+    assert len(llm.generate([[5], [6]], params, lora_request=[None, None])) == 2
     [output] = llm.chat([{"role": "user", "content": "a"}], params, False, None)
     assert output.finished
     for name, value in (
@@ -338,6 +354,9 @@ def test_adapters_of_one_name_are_told_apart(
         assert len([name for name in served if name.startswith("policy")]) == 2
         assert ask(LoraRequest("sql", 1, paths[0])) == first
         assert "sql-1" not in [served.adapter.name for served in llm.server.look(lambda gateway: gateway.adapters())]
+        outputs = llm.generate([[5, 6, 7]] * 3, params, lora_request=[steps[3], None, steps[0]])
+        assert [output.lora_request for output in outputs] == [steps[3], None, steps[0]]
+        assert [round(output.outputs[0].cumulative_logprob or 0.0, 3) for output in outputs] == [alone[3], plain, first]
         pieces = list(llm.stream([5, 6, 7], params, lora_request=steps[3]))
         assert round(sum(piece.outputs[0].cumulative_logprob or 0.0 for piece in pieces), 3) == alone[3]
         with pytest.raises(charonia.CharoniaError, match="none"):
@@ -396,7 +415,7 @@ def test_an_encoder_makes_vectors(sibling: Callable[[str], ModuleType], tmp_path
         assert one.outputs.embedding != two.outputs.embedding
         assert llm.embed("a river")[0].outputs.embedding == pytest.approx(two.outputs.embedding, abs=1e-5)
         [ids] = asyncio.run(llm.async_embed([[4, 5]]))
-        assert ids.prompt_token_ids == [4, 5]
+        assert (one.prompt_token_ids, ids.prompt_token_ids) == (None, [4, 5])
         assert llm.embed([]) == []
         nothing: dict[str, Any] = {"lora_request": None, "truncate_prompt_tokens": None, "tokenization_kwargs": {}}
         [pooled] = llm.encode([[4, 5]], None, pooling_task="embed", **nothing)
