@@ -192,9 +192,9 @@ class Structured:
         (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list of messages"),
         (lambda llm: llm.chat(None), "messages must be a list of messages"),
         (lambda llm: llm.chat([[{"role": "user", "content": "a"}], None]), "messages[1] must be a list of messages"),
-        (lambda llm: llm.generate("a", {"max_tokens": 2}), "sampling_params must be SamplingParams, or a list of them"),  # type: ignore[arg-type]
-        (lambda llm: llm.generate(["a"], [None]), "sampling_params must be SamplingParams, or a list of them"),  # type: ignore[list-item]
-        (lambda llm: llm.generate("a", 3), "sampling_params must be SamplingParams, or a list of them, got 3"),  # type: ignore[arg-type]
+        (lambda llm: llm.generate("a", {"max_tokens": 2}), "sampling_params must be SamplingParams, or a list of them"),
+        (lambda llm: llm.generate(["a"], [None]), "sampling_params must be SamplingParams, or a list of them"),
+        (lambda llm: llm.generate("a", 3), "sampling_params must be SamplingParams, or a list of them, got 3"),
         (lambda llm: llm.generate(["a", "b"], lora_request=[None]), "lora_request must have one for each of 2 prompts"),
         (lambda llm: llm.generate("a", lora_request=["nobody"]), "'lora_name' is not supported by this model"),
         (lambda llm: llm.generate([[-1]]), "prompts[0]: token ids must be numbers of at least 0"),

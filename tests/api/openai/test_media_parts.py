@@ -96,7 +96,14 @@ def test_media_beside_an_image_are_as_without_its_options() -> None:
 
 
 def test_a_part_without_a_type_is_what_its_member_is_called() -> None:
-    parts = [PART, ROWS, SOUND, {"type": "audio_url", "audio_url": URL}, LOOK, {"type": "refusal", "refusal": "no"}]
+    parts: list[dict[str, Any]] = [
+        PART,
+        ROWS,
+        SOUND,
+        {"type": "audio_url", "audio_url": URL},
+        LOOK,
+        {"type": "refusal", "refusal": "no"},
+    ]
     untyped = [{name: value for name, value in part.items() if name != "type"} for part in parts]
     typed, read = (
         parse_chat({"model": "any", "messages": [{"role": "user", "content": content}]}, "id").requests[0].prompt
