@@ -212,7 +212,7 @@ def test_rotation_and_write_are_those_of_torch(kept: str) -> None:
     assert (scales_of(mine).view(torch.int32) != scales).sum() == (0 if kept == "auto" else lines)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(KEPT),
     st.sampled_from((torch.float32, torch.float16)),
