@@ -24,7 +24,8 @@ class AdapterRoom:
         self._rows: Counter[str] = Counter()
         """How many rows have each adapter that runs."""
         self._waits_since: dict[Sequence, int] = {}
-        """By sequence that was set aside and not admitted since, the step in which it was, the longest wait first."""
+        """By sequence that was set aside, is not admitted since and not overdue: the step in which it was, the longest
+        wait first."""
         self._overdue: list[Sequence] = []
         """Those that have waited for `MAX_WAIT_STEPS`, the most senior first. None holds up one that is senior to it,
         as a more urgent one is."""
