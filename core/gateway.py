@@ -194,8 +194,8 @@ class Administration(ModelLookup, Protocol):
         """
 
     async def unload_model(self, name: str, dependents: bool = False) -> None:
-        """Stop serving a model; return when its unloading has begun. Models that only an ensemble had loaded go with
-        it; with `dependents`, all that it asks.
+        """Stop serving a model; return when its unloading has begun. With `dependents` also what it asks, as far as
+        that was loaded for models that ask it and none of these is left.
 
         Raises:
             Unavailable: the server was not started with explicit model control.

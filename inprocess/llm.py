@@ -127,8 +127,8 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """The answers to conversations, each a list of messages as OpenAI has them, rendered by the chat template.
-        `template`: `tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt` and
-        `continue_final_message`. Raises as `generate`."""
+        `template`: `tools`, `chat_template`, `chat_template_kwargs`, `add_generation_prompt`,
+        `continue_final_message` and what a body says of reasoning. Raises as `generate`, and `TypeError` for others."""
         asked = self._asked_chats(messages, sampling_params, template)
         return self._run(lambda: self._answer(asked, use_tqdm, lora_request))
 
